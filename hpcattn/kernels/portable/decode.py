@@ -1,0 +1,260 @@
+"""Paged decode: all query tokens of a request against its keys, split over programs, then merged.
+
+One program handles the S * G query rows that share a KV head, so K and V are read once for all of them. The static
+schedule cuts every (request, KV head) pair into the same number of chunks; the dynamic one gives every program the
+same number of tiles of the concatenation of all pairs (`hpcattn.schedule`), so that a program may finish one pair and
+go on with the next: Stream-K (Osama et al., 2023) for attention. A second kernel merges the partial states (acc, m, l),
+as in Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hpcattn.kernels.jit import jit
+from hpcattn.kernels.portable.common import KV, LOG2_E, NEG_INF, attend, finish, make_kv
+
+TILE = 64
+
+
+class Rows(NamedTuple):
+    """The query rows, their results and the partial states of a decode call, as one kernel argument."""
+
+    q: object  # [batch * S, num_q_heads, D], strides (token, head)
+    q_strides: tuple
+    q_scale: object  # float32 [batch * S, num_q_heads] or None
+    v_scale: object
+    seq_lens: object
+    capacity: int  # tokens that a row of the block table can list
+    o: object
+    lse: object  # or None
+    states: object  # float32: acc [num_slots, S * G, D], then (m, l) [num_slots, 2, S * G]
+    num_slots: int
+
+
+@jit
+def visible_length(rows: Rows, request):
+    """(length, whether it is one that the block table can hold)."""
+    n = tl.load(rows.seq_lens + request)
+    valid = (n >= 0) & (n <= rows.capacity)
+    return tl.where(valid, n, 0), valid
+
+
+@jit
+def row_ids(request, head, num_kv_heads, S: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+    """Row r of a pair is query token r // G, head r % G of the group: (token, query head, row of o and lse, exists)."""
+    r = tl.arange(0, M)
+    token = request.to(tl.int64) * S + r // G
+    q_head = head * G + r % G
+    return token, q_head, token * num_kv_heads * G + q_head, r < S * G
+
+
+@jit
+def decode_chunk(
+    rows: Rows, kv: KV, request, head, num_kv_heads, kv_len, start, stop, softmax_scale_log2,
+    S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    QUANT: tl.constexpr,
+):  # fmt: skip
+    """The state (m, l, acc) of a pair's rows after the keys [start, stop)."""
+    token, q_head, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
+    at = token * rows.q_strides[0] + q_head * rows.q_strides[1]
+    q = tl.load(rows.q + at[:, None] + tl.arange(0, D)[None, :], mask=exists[:, None], other=0.0)
+    row_scale = tl.full([M], 1.0, tl.float32) * softmax_scale_log2
+    if QUANT != "none":
+        row_scale *= tl.load(rows.q_scale + row, mask=exists, other=0.0)
+    q_pos = kv_len - S + tl.arange(0, M) // G
+    return attend(q, row_scale, q_pos, kv, request, 0, head, start, stop, kv.table, TILE, PAGE, QUANT, False)
+
+
+@jit
+def store_result(
+    rows: Rows, request, head, num_kv_heads, m, l, acc, valid,
+    S: tl.constexpr, G: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Normalise and write; a request whose length was not valid gets NaN rather than truncated attention."""
+    M: tl.constexpr = acc.shape[0]
+    D: tl.constexpr = acc.shape[1]
+    _, _, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
+    o, lse = finish(m, l, acc, rows.v_scale, head, QUANT)
+    o = tl.where(valid, o, float("nan"))
+    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(rows.o + at, o.to(rows.o.dtype.element_ty), mask=exists[:, None])
+    if rows.lse is not None:
+        tl.store(rows.lse + row, tl.where(valid, lse, float("nan")), mask=exists)
+
+
+@jit
+def state_offsets(rows: Rows, slot, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """Offsets of acc `[M, D]`, m and l `[M]` of a slot, and which rows exist."""
+    r = tl.arange(0, M)
+    slot = slot.to(tl.int64)
+    acc = (slot * R + r)[:, None] * D + tl.arange(0, D)[None, :]
+    m = rows.num_slots.to(tl.int64) * R * D + slot * 2 * R + r
+    return acc, m, m + R, r < R
+
+
+@jit
+def store_state(rows: Rows, slot, m, l, acc, R: tl.constexpr):
+    acc_at, m_at, l_at, exists = state_offsets(rows, slot, R, acc.shape[0], acc.shape[1])
+    tl.store(rows.states + acc_at, acc, mask=exists[:, None])
+    tl.store(rows.states + m_at, m, mask=exists)
+    tl.store(rows.states + l_at, l, mask=exists)
+
+
+@jit
+def static_kernel(
+    rows: Rows, kv: KV, num_splits, num_kv_heads, softmax_scale_log2,
+    S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    QUANT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, KV heads, requests)."""
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    kv_len, valid = visible_length(rows, request)
+    chunk = tl.cdiv(tl.cdiv(kv_len, TILE), num_splits) * TILE
+    start = split * chunk
+    stop = tl.minimum(start + chunk, kv_len)
+    m, l, acc = decode_chunk(
+        rows, kv, request, head, num_kv_heads, kv_len, start, stop, softmax_scale_log2, S, G, M, D, TILE, PAGE, QUANT
+    )
+    if SPLIT:
+        store_state(rows, (request * num_kv_heads + head) * num_splits + split, m, l, acc, S * G)
+    else:
+        store_result(rows, request, head, num_kv_heads, m, l, acc, valid, S, G, QUANT)
+
+
+class Plan(NamedTuple):
+    """The tensors of a `hpcattn.schedule.DecodePlan`."""
+
+    header: object
+    offsets: object
+    starts: object
+
+
+@jit
+def dynamic_kernel(
+    rows: Rows, kv: KV, plan: Plan, num_kv_heads, softmax_scale_log2,
+    S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    QUANT: tl.constexpr,
+):  # fmt: skip
+    """Grid (CTAs of the plan,). Each walks its `quota` tiles of the concatenated pairs."""
+    cta = tl.program_id(0)
+    quota = tl.load(plan.header)
+    t = cta * quota
+    end = tl.minimum(t + quota, tl.load(plan.header + 1))
+    request = tl.load(plan.starts + cta)
+    while t < end:
+        while tl.load(plan.offsets + request + 1) * num_kv_heads <= t:
+            request += 1
+        offset = tl.load(plan.offsets + request)
+        tiles = tl.load(plan.offsets + request + 1) - offset
+        head = (t - offset * num_kv_heads) // tiles
+        first = t - offset * num_kv_heads - head * tiles
+        last = tl.minimum(first + end - t, tiles)
+        kv_len, valid = visible_length(rows, request)
+        stop = tl.minimum(last * TILE, kv_len)
+        m, l, acc = decode_chunk(
+            rows, kv, request, head, num_kv_heads, kv_len, first * TILE, stop, softmax_scale_log2,
+            S, G, M, D, TILE, PAGE, QUANT,
+        )  # fmt: skip
+        if (first == 0) & (last == tiles):
+            store_result(rows, request, head, num_kv_heads, m, l, acc, valid, S, G, QUANT)
+        else:  # slot 2c + 1: the pair that starts here and goes on; 2c: the pair that began in an earlier CTA
+            store_state(rows, 2 * cta + (first == 0).to(tl.int32), m, l, acc, S * G)
+        t += last - first
+
+
+@jit
+def merge_kernel(
+    rows: Rows, plan: Plan, num_splits, num_kv_heads,
+    S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, QUANT: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+):  # fmt: skip
+    """Grid (KV heads, requests): merge a pair's partial states, and write the pairs that no other kernel wrote."""
+    head = tl.program_id(0)
+    request = tl.program_id(1)
+    kv_len, valid = visible_length(rows, request)
+    pair = request * num_kv_heads + head
+    first = pair * num_splits
+    last = first + num_splits
+    done = False
+    if DYNAMIC:
+        quota = tl.load(plan.header)
+        offset = tl.load(plan.offsets + request)
+        tiles = tl.load(plan.offsets + request + 1) - offset
+        valid = valid & (tiles == tl.cdiv(kv_len, TILE))  # else the plan is for other lengths
+        begin = offset * num_kv_heads + head * tiles
+        first = begin // quota
+        last = tl.where(valid & (tiles > 0), (begin + tiles - 1) // quota + 1, first)
+        done = last - first == 1
+    if not done:
+        m = tl.full([M], NEG_INF, tl.float32)
+        l = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
+        for chunk in range(first, last):
+            slot = chunk
+            if DYNAMIC:
+                slot = 2 * chunk + (chunk == first).to(tl.int32)
+            acc_at, m_at, l_at, exists = state_offsets(rows, slot, S * G, M, D)
+            m_chunk = tl.load(rows.states + m_at, mask=exists, other=NEG_INF)
+            m_new = tl.maximum(m, m_chunk)
+            shift = tl.where(m_new == NEG_INF, 0.0, m_new)
+            alpha = tl.exp2(m - shift)
+            beta = tl.exp2(m_chunk - shift)
+            l = l * alpha + tl.load(rows.states + l_at, mask=exists, other=0.0) * beta
+            acc = acc * alpha[:, None] + tl.load(rows.states + acc_at, mask=exists[:, None], other=0.0) * beta[:, None]
+            m = m_new
+        store_result(rows, request, head, num_kv_heads, m, l, acc, valid, S, G, QUANT)
+
+
+def num_states(num_pairs: int, num_splits: int, num_ctas: int | None) -> int:
+    """Partial states that a call may write: two per CTA of a plan, one per chunk otherwise."""
+    if num_ctas is not None:
+        return 2 * num_ctas
+    return num_pairs * num_splits if num_splits > 1 else 0
+
+
+def launch(
+    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, plan, num_query_tokens, softmax_scale, num_splits,
+    workspace, out, lse,
+) -> None:  # fmt: skip
+    """Run decode. Arguments as in `hpcattn.attention_decode`, checked there; plan is (header, offsets, starts)."""
+    batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
+    group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
+    num_slots = num_states(batch * num_kv_heads, num_splits, None if plan is None else plan[2].shape[0])
+    states = num_slots * num_query_tokens * group * (head_dim + 2)
+    if workspace is None or workspace.numel() < states:
+        workspace = torch.empty(max(1, states), dtype=torch.float32, device=q.device)
+    kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
+    rows = Rows(
+        q, q.stride()[:2], q_scale, v_scale, seq_lens, block_table.shape[1] * page_size, out, lse, workspace, num_slots
+    )
+    shape = dict(S=num_query_tokens, G=group, M=max(16, triton.next_power_of_2(num_query_tokens * group)), D=head_dim)
+    scale = softmax_scale * LOG2_E
+    if plan is None:
+        static_kernel[num_splits, num_kv_heads, batch](
+            rows,
+            kv,
+            num_splits,
+            num_kv_heads,
+            scale,
+            **shape,
+            TILE=TILE,
+            PAGE=page_size,
+            QUANT=quant,
+            SPLIT=num_splits > 1,
+        )
+    else:
+        dynamic_kernel[plan[2].shape[0],](
+            rows, kv, Plan(*plan), num_kv_heads, scale, **shape, TILE=TILE, PAGE=page_size, QUANT=quant
+        )
+    if plan is not None or num_splits > 1:
+        merge_kernel[num_kv_heads, batch](
+            rows, Plan(*plan) if plan else Plan(None, None, None), num_splits, num_kv_heads,
+            **shape, TILE=TILE, QUANT=quant, DYNAMIC=plan is not None,
+        )  # fmt: skip

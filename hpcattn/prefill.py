@@ -1,0 +1,180 @@
+"""`attention_prefill`: causal attention of many query tokens per request, over a paged cache or packed keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcattn.cache import PackedKV, PagedKVCache
+from hpcattn.explanation import Explanation, explains
+from hpcattn.kernels.portable import prefill as portable
+from hpcattn.masks import MASK_TILE
+from hpcattn.ops import define_operator
+from hpcattn.quantization import Scales
+from hpcattn.reference import attention_prefill_reference
+from hpcattn.validation import (
+    check_block_table,
+    check_content,
+    check_heads,
+    check_kv,
+    check_out,
+    check_scales,
+    check_seq_lens,
+    check_tensor,
+    check_value,
+    resolve_implementation,
+)
+
+__all__ = ["attention_prefill"]
+
+
+def attention_prefill(
+    q: Tensor,
+    kv: PagedKVCache | PackedKV,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor | None,
+    *,
+    scales: Scales | None = None,
+    softmax_scale: float | None = None,
+    block_mask: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+    check_inputs: str = "shapes",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention, aligned bottom-right, of a ragged batch.
+
+    The n queries of a request of length L sit at positions L - n ... L - 1. A query that sees nothing (more queries
+    than keys, or no active tile) gives 0 and LSE -inf; what lies outside `seq_lens` is never read into the result.
+
+    q: bf16 or e4m3 `[total_q, num_q_heads, head_dim]`, requests one after another, last dimension dense.
+    kv: a `PagedKVCache` with block_table int32 `[batch, max_pages]` and seq_lens int32 `[batch]` (all keys, the current
+        queries included), or a bf16 `PackedKV` with block_table and seq_lens None (self-attention).
+    cu_seqlens_q: int32 `[batch + 1]`, where each request's queries start.
+    scales: for fp8, see `Scales`; scales.q is `[total_q, num_q_heads]` or HPC-Ops' padded `[batch, num_q_heads, pad]`.
+    softmax_scale: `head_dim ** -0.5` if None.
+    block_mask: uint8 `[batch, num_q_heads, ceil(longest q / 128), ceil(longest kv / 128)]`, see `hpcattn.masks`. A
+        query tile whose causal range is wider than the mask gives NaN, never a guess.
+    out: bf16 like q, lse: float32 `[total_q, num_q_heads]`, both contiguous.
+    implementation, check_inputs: as in `attention_decode`.
+    Returns o, or (o, lse) with return_lse. Raises TypeError or ValueError naming the argument, before any launch.
+    """
+    call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation, check_inputs)
+    check_out(q, out, lse)
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
+    if lse is None and return_lse:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    k_scale = getattr(kv, "k_scale", None)
+    torch.ops.hpcattn.prefill(
+        q,
+        kv.k,
+        kv.v,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        None if scales is None else scales.q,
+        k_scale if scales is None or scales.k is None else scales.k,
+        None if scales is None else scales.v,
+        block_mask,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        call.implementation,
+        out,
+        lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+class _Call(NamedTuple):
+    implementation: str
+    why: str
+
+
+def _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation, check_inputs) -> _Call:
+    """Check everything but the buffers, and settle "auto"."""
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    paged = isinstance(kv, PagedKVCache)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, shape=(None,), dtype=torch.int32, device=device, contiguous=True)
+    batch = cu_seqlens_q.shape[0] - 1
+    check_value("cu_seqlens_q", list(cu_seqlens_q.shape), batch >= 0, "[batch + 1] long")
+    dtype = kv.k.dtype if isinstance(kv, PagedKVCache | PackedKV) else torch.bfloat16
+    check_tensor(
+        "q", q, shape=(None,) * 3, dtype=dtype, device=device, axes="total_q, num_q_heads, head_dim", dense=True
+    )
+    check_kv(kv, device, total=q.shape[0])
+    check_value("q.shape[2]", q.shape[2], q.shape[2] == kv.k.shape[-1], f"{kv.k.shape[-1]}, the head_dim of kv")
+    check_heads(q.shape[1], kv.k.shape[-2])
+    q_scale_shapes = (tuple(q.shape[:2]), (batch, q.shape[1], None))
+    check_scales(scales, kv, q_scale_shapes, device)
+    if paged:
+        check_seq_lens(seq_lens, device)
+        check_value("seq_lens", list(seq_lens.shape), seq_lens.shape[0] == batch, f"[{batch}] long, like cu_seqlens_q")
+        check_block_table(block_table, batch, device)
+        check_content(check_inputs, kv, block_table, seq_lens)
+    else:
+        check_value("block_table", block_table, block_table is None, "None for packed keys and values")
+        check_value("seq_lens", seq_lens, seq_lens is None, "None for packed keys and values")
+    if block_mask is not None:
+        axes = f"batch, num_q_heads, ceil(longest q / {MASK_TILE}), ceil(longest kv / {MASK_TILE})"
+        shape = (batch, q.shape[1], None, None)
+        check_tensor("block_mask", block_mask, shape=shape, dtype=torch.uint8, device=device, axes=axes, dense=True)
+    if check_inputs == "full":
+        _check_ranges(q, cu_seqlens_q, seq_lens, block_mask)
+    return _Call(*resolve_implementation(implementation, device, operator="attention_prefill"))
+
+
+def _check_ranges(q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor | None, block_mask: Tensor | None) -> None:
+    """cu_seqlens_q rises from 0 to total_q, and the mask covers every causal range. Reads device memory."""
+    starts = cu_seqlens_q.tolist()
+    rises = starts == sorted(starts) and starts[0] == 0 and starts[-1] == q.shape[0]
+    check_value("cu_seqlens_q", starts, rises, f"rising from 0 to total_q = {q.shape[0]}")
+    if block_mask is None:
+        return
+    q_lens = [b - a for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    rows = -(-max(q_lens, default=0) // MASK_TILE)
+    columns = -(-max((q_lens if seq_lens is None else seq_lens.tolist()), default=0) // MASK_TILE)
+    fits = block_mask.shape[2] >= rows and block_mask.shape[3] >= columns
+    check_value("block_mask", list(block_mask.shape), fits, f"[batch, num_q_heads, >= {rows}, >= {columns}]")
+
+
+@explains(attention_prefill)
+def _explain(
+    q, kv, block_table, cu_seqlens_q, seq_lens, *, scales=None, block_mask=None, implementation="auto",
+    check_inputs="shapes", **_,
+) -> Explanation:  # fmt: skip
+    call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation, check_inputs)
+    sparsity = ("dense", "no block mask") if block_mask is None else ("block mask", "masked tiles are skipped")
+    return Explanation("attention_prefill", {"implementation": tuple(call), "tiles": sparsity})
+
+
+def _prefill(
+    q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask, softmax_scale, implementation,
+    out, lse,
+) -> None:  # fmt: skip
+    if q.numel() == 0:
+        return
+    if implementation == "portable":
+        portable.launch(
+            q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask, softmax_scale, out, lse
+        )
+        return
+    in_cache = k_scale is not None and k_scale.dim() == 4
+    scales = None if q_scale is None else Scales(q_scale, v_scale, None if in_cache else k_scale)
+    kv = PackedKV(k, v) if block_table is None else PagedKVCache(k, v, k_scale if in_cache else None)
+    o, exact_lse = attention_prefill_reference(
+        q, kv, block_table, cu_seqlens_q, seq_lens, scales=scales, softmax_scale=softmax_scale, block_mask=block_mask
+    )
+    out.copy_(o)
+    if lse is not None:
+        lse.copy_(exact_lse)
+
+
+define_operator(
+    "prefill(Tensor q, Tensor k, Tensor v, Tensor? block_table, Tensor cu_seqlens_q, Tensor? seq_lens, "
+    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, Tensor? block_mask, float softmax_scale, "
+    "str implementation, Tensor(a!) out, Tensor(b!)? lse)",
+    _prefill,
+)

@@ -1,0 +1,172 @@
+"""Input checks: every message names the argument, what was given and what is accepted.
+
+Nothing here reads device memory, except where a function says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcattn.cache import PAGE_SIZES, PackedKV, PagedKVCache
+from hpcattn.quantization import FP8, Scales, k_scale_rows
+
+__all__ = ["CHECKS", "check_value", "check_tensor"]
+
+CHECKS = ("shapes", "full")
+IMPLEMENTATIONS = ("auto", "reference", "portable", "hopper")
+
+
+def check_value(name: str, value, ok: bool, accepted: str) -> None:
+    """Raise ValueError unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def check_tensor(
+    name: str,
+    x: Tensor,
+    *,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+    axes: str = "",
+    dense: bool = False,
+    contiguous: bool = False,
+) -> None:
+    """Check a tensor's type, dtype (TypeError), rank, sizes (None: any), device and strides (ValueError).
+
+    axes: what the dimensions mean, for the message. dense: the last dimension must have stride 1.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.dim() != len(shape) or any(n is not None and n != have for n, have in zip(shape, x.shape, strict=True)):
+        wanted = ", ".join("*" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must have shape [{wanted}]{f' ({axes})' if axes else ''}, got {list(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device}, like the other tensors, got {x.device}")
+    if dense and x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
+    if contiguous and not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got shape {list(x.shape)} with strides {x.stride()}")
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
+    """Query heads must be 1-16 times the KV heads."""
+    ratio = num_q_heads / max(1, num_kv_heads)
+    check_value("num_q_heads / num_kv_heads", ratio, ratio in range(1, 17), "an integer from 1 to 16 (the GQA ratio)")
+
+
+def check_seq_lens(seq_lens: Tensor, device: torch.device | None = None) -> None:
+    device = device or (seq_lens.device if isinstance(seq_lens, Tensor) else torch.device("cpu"))
+    check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=device, axes="batch", contiguous=True)
+
+
+def check_cache(cache: PagedKVCache, device: torch.device) -> None:
+    """A cache's own consistency."""
+    if not isinstance(cache, PagedKVCache):
+        raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
+    axes = "num_pages, page_size, num_kv_heads, head_dim"
+    check_tensor(
+        "cache.k", cache.k, shape=(None,) * 4, dtype=(torch.bfloat16, FP8), device=device, axes=axes, dense=True
+    )
+    check_tensor(
+        "cache.v", cache.v, shape=tuple(cache.k.shape), dtype=cache.dtype, device=device, axes=axes, dense=True
+    )
+    check_value("cache.page_size", cache.page_size, cache.page_size in PAGE_SIZES, f"one of {PAGE_SIZES}")
+    dims = (128,) if cache.dtype == FP8 else (64, 128)
+    check_value("head_dim", cache.head_dim, cache.head_dim in dims, f"one of {dims} for {cache.dtype}")
+    if cache.k_scale is not None:
+        check_value("cache.k_scale", cache.k_scale.dtype, cache.dtype == FP8, "None for a bf16 cache")
+        shape = (cache.num_pages, k_scale_rows(cache.page_size), cache.num_kv_heads, 32)
+        axes = "num_pages, ceil(page_size / 32), num_kv_heads, 32"
+        check_tensor(
+            "cache.k_scale", cache.k_scale, shape=shape, dtype=torch.float32, device=device, axes=axes, dense=True
+        )
+
+
+def check_kv(kv: PagedKVCache | PackedKV, device: torch.device, *, total: int) -> None:
+    """A cache, or packed bf16 keys and values of `total` tokens."""
+    if not isinstance(kv, PackedKV):
+        return check_cache(kv, device)
+    for name, x in (("kv.k", kv.k), ("kv.v", kv.v)):
+        heads = None if name == "kv.k" else kv.k.shape[1]
+        head_dim = None if name == "kv.k" else kv.k.shape[2]
+        check_tensor(
+            name, x, shape=(total, heads, head_dim), dtype=torch.bfloat16, device=device,
+            axes="total_q, num_kv_heads, head_dim", dense=True,
+        )  # fmt: skip
+    check_value("head_dim", kv.k.shape[2], kv.k.shape[2] in (64, 128), "one of (64, 128) for packed keys and values")
+
+
+def check_scales(scales: Scales | None, kv: PagedKVCache | PackedKV, q_scale_shapes: tuple[tuple, ...], device) -> None:
+    """fp8 inputs need scales, and bf16 inputs must have none."""
+    fp8 = isinstance(kv, PagedKVCache) and kv.dtype == FP8
+    if not fp8:
+        return check_value("scales", scales, scales is None, "None for bf16 inputs")
+    if not isinstance(scales, Scales):
+        raise TypeError(f"scales must be a Scales for fp8 inputs, got {type(scales).__name__}")
+    q_shapes = {len(shape): shape for shape in q_scale_shapes}
+    rank = scales.q.dim() if isinstance(scales.q, Tensor) else 2
+    typed = dict(dtype=torch.float32, device=device, contiguous=True)
+    check_tensor("scales.q", scales.q, shape=q_shapes.get(rank, q_scale_shapes[0]), **typed)
+    if scales.quant == "type0":
+        have = kv.k_scale is not None
+        check_value("scales.k", None, have, "a float32 [1] tensor (type 1), or cache.k_scale must be set (type 0)")
+        check_tensor("scales.v", scales.v, shape=(kv.num_kv_heads,), **typed, axes="num_kv_heads, for type 0")
+    else:
+        check_tensor("scales.k", scales.k, shape=(1,), **typed, axes="type 1")
+        check_tensor("scales.v", scales.v, shape=(1,), **typed, axes="type 1")
+
+
+def check_block_table(block_table: Tensor, batch: int, device: torch.device) -> None:
+    axes = "batch, max_pages"
+    check_tensor(
+        "block_table", block_table, shape=(batch, None), dtype=torch.int32, device=device, axes=axes, dense=True
+    )
+
+
+def check_out(q: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
+    """Result buffers, where given: contiguous, bf16 like q and float32 per query and head."""
+    if out is not None:
+        check_tensor("out", out, shape=tuple(q.shape), dtype=torch.bfloat16, device=q.device, contiguous=True)
+    if lse is not None:
+        check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=torch.float32, device=q.device, contiguous=True)
+
+
+def check_content(check_inputs: str, cache: PagedKVCache, block_table: Tensor, seq_lens: Tensor) -> None:
+    """With `"full"`: lengths and the table entries they use are in range. Reads device memory, so it waits."""
+    check_value("check_inputs", check_inputs, check_inputs in CHECKS, f"one of {CHECKS}")
+    if check_inputs != "full":
+        return
+    capacity = block_table.shape[1] * cache.page_size
+    bad = (seq_lens < 0) | (seq_lens > capacity)
+    if bool(bad.any()):
+        b = int(bad.nonzero()[0])
+        raise ValueError(
+            f"seq_lens[{b}] must be between 0 and {capacity} (block_table.shape[1] * page_size), got {int(seq_lens[b])}"
+        )
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    used = column[None, :] * cache.page_size < seq_lens[:, None]
+    bad = used & ((block_table < 0) | (block_table >= cache.num_pages))
+    if bool(bad.any()):
+        b, i = (int(x) for x in bad.nonzero()[0])
+        last = cache.num_pages - 1
+        raise ValueError(
+            f"block_table[{b}, {i}] must be between 0 and {last} (num_pages - 1), got {int(block_table[b, i])}"
+        )
+
+
+def resolve_implementation(implementation: str, device: torch.device, *, operator: str) -> tuple[str, str]:
+    """Turn `"auto"` into what runs here and say why; refuse what does not run."""
+    check_value("implementation", implementation, implementation in IMPLEMENTATIONS, f"one of {IMPLEMENTATIONS}")
+    if implementation == "hopper":
+        raise ValueError(f"implementation='hopper' does not offer {operator} yet: use 'portable' or 'auto'")
+    if implementation != "auto":
+        return implementation, "as asked"
+    if device.type == "cuda":
+        return "portable", f"Triton runs on any recent GPU, here {torch.cuda.get_device_name(device)}"
+    return "reference", "tensors are on the CPU, where float64 PyTorch is faster than interpreted Triton"

@@ -1,0 +1,130 @@
+"""The grids on which every implementation of the operators is held to the oracle, on a CPU and on a GPU alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import cycle, product
+
+import torch
+
+from hpcattn import attention_decode, attention_prefill, plan_decode
+from hpcattn.bench.workloads import Inputs, Workload
+from hpcattn.kernels.portable.decode import TILE
+from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
+from hpcattn.schedule import plan_chunks, static_chunks
+
+FORMATS = (("bf16", "-"), ("fp8", "type0"), ("fp8", "type1"))
+PAGES = (16, 32, 64, 128, 256)
+BOUND = {"bf16": 4e-3, "fp8": 1e-2}  # fp8 against the oracle that models the rounding of P
+PLAIN_BOUND, LSE_BOUND = 5e-2, 1e-3
+
+
+def decode_grid(lengths: tuple[tuple[int, ...], ...]) -> list[tuple[Workload, str, int]]:
+    """(workload, schedule, splits): every format x layout x page size, the other axes cycling through their values.
+
+    The cycles have lengths without common factors, so that pairs of axes meet too.
+    """
+    others = zip(
+        cycle((1, 8, 3, 4, 16, 5, 2)),  # group size
+        cycle((1, 2, 3, 5, 4)),  # query tokens
+        cycle((1, 2, 3)),  # KV heads
+        cycle(lengths),
+        cycle((("static", 1), ("static", 3), ("dynamic", 1))),
+        cycle((0.0, 1.0)),  # mean of V
+        strict=False,
+    )
+    grid = []
+    for ((dtype, quant), layout, page), other in zip(product(FORMATS, ("NHD", "HND"), PAGES), others, strict=False):
+        group, s, heads, kv_lens, (schedule, splits), v_mean = other
+        workload = Workload(
+            suite="decode", case=f"v_mean={v_mean}", q_lens=(s,) * len(kv_lens), kv_lens=kv_lens, dtype=dtype,
+            quant=quant, layout=layout, num_q_heads=heads * group, num_kv_heads=heads, page_size=page,
+            head_dim=64 if dtype == "bf16" and page in (32, 256) else 128,
+        )  # fmt: skip
+        grid.append((workload, schedule, splits))
+    return grid
+
+
+def prefill_grid(lengths: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> list[Workload]:
+    """Every format x layout x page size, dense and masked in turn."""
+    others = zip(cycle((1, 4, 3, 16, 2)), cycle((1, 2)), cycle(lengths), cycle((0.0, 0.6, 0.6)), strict=False)
+    grid = []
+    for ((dtype, quant), layout, page), other in zip(product(FORMATS, ("NHD", "HND"), PAGES), others, strict=False):
+        group, heads, (q_lens, kv_lens), drop = other
+        grid.append(
+            Workload(
+                suite="prefill", case="v_mean=1.0" if page < 64 else "v_mean=0.0", q_lens=q_lens, kv_lens=kv_lens,
+                dtype=dtype, quant=quant, layout=layout, num_q_heads=heads * group, num_kv_heads=heads, page_size=page,
+                drop=drop if len(q_lens) == 1 else 0.0, head_dim=64 if dtype == "bf16" and page == 32 else 128,
+            )
+        )  # fmt: skip
+    return grid
+
+
+def build(workload: Workload, device: str) -> Inputs:
+    """Inputs with NaN wherever nothing may be read, and table entries that would fault or mislead if they were."""
+    inputs = workload.build(device, poison=True, v_mean=float(workload.case.partition("v_mean=")[2] or 0.0))
+    unused = inputs.block_table < 0
+    garbage = torch.randint(-(2**31), 2**31 - 1, inputs.block_table.shape, dtype=torch.int32, device=device)
+    return replace(inputs, block_table=torch.where(unused, garbage, inputs.block_table))
+
+
+def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int) -> float:
+    """Run a decode into poisoned buffers, hold o and LSE to the oracle, and give the error of o."""
+    w = inputs.workload
+    args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
+    common = dict(scales=inputs.scales, num_query_tokens=w.num_query_tokens)
+    if schedule == "dynamic":
+        plan = plan_decode(inputs.seq_lens, w.num_kv_heads, num_ctas=7, min_quota=1, implementation=implementation)
+        chunks, how = plan_chunks(plan), dict(plan=plan)
+    else:
+        chunks, how = static_chunks(list(w.kv_lens), w.num_kv_heads, splits), dict(schedule=schedule, num_splits=splits)
+    out = torch.full_like(inputs.q, math.nan, dtype=torch.bfloat16)
+    lse = torch.full(inputs.q.shape[:2], math.nan, device=inputs.q.device)
+    attention_decode(*args, **common, **how, out=out, lse=lse, return_lse=True, implementation=implementation)
+    model = PModel(TILE, chunks=chunks) if w.dtype == "fp8" and implementation != "reference" else None
+    return hold(out, lse, w.dtype, inputs, attention_decode_reference(*args, **common, p_model=model))
+
+
+def check_prefill(inputs: Inputs, implementation: str) -> float:
+    """As `check_decode`, for prefill."""
+    w = inputs.workload
+    args = (inputs.q, inputs.cache, inputs.block_table, inputs.cu_seqlens_q, inputs.seq_lens)
+    common = dict(scales=inputs.scales, block_mask=inputs.block_mask)
+    out = torch.full_like(inputs.q, math.nan, dtype=torch.bfloat16)
+    lse = torch.full(inputs.q.shape[:2], math.nan, device=inputs.q.device)
+    attention_prefill(*args, **common, out=out, lse=lse, return_lse=True, implementation=implementation)
+    model = PModel(TILE) if w.dtype == "fp8" and implementation != "reference" else None
+    return hold(out, lse, w.dtype, inputs, attention_prefill_reference(*args, **common, p_model=model))
+
+
+def hold(out, lse, dtype: str, inputs: Inputs, expected) -> float:
+    """Assert that o and LSE are within the bounds; report the worst element with its position."""
+    o, exact_lse = expected
+    error = relative_error(out, o)
+    worst = (out.double() - o).abs().nan_to_num(math.inf).argmax()
+    where = [int(i) for i in torch.unravel_index(worst, o.shape)]
+    seen = f"worst at [token, head, dim] = {where}: {float(out.flatten()[worst])} against {float(o.flatten()[worst])}"
+    assert error <= BOUND[dtype], f"relative error {error:.2e} > {BOUND[dtype]:.0e}; {seen}"
+    if dtype == "fp8":
+        assert relative_error(out, inputs.reference()[0]) <= PLAIN_BOUND
+    blind = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, blind) and bool((out[blind] == 0).all()), "rows that see nothing"
+    difference = (lse.double() - exact_lse)[~blind].abs()
+    assert bool((difference <= LSE_BOUND).all()), f"LSE off by {float(difference.max()):.1e}"
+    return error
+
+
+def describe(workload: Workload, schedule: str = "-") -> dict[str, str]:
+    """The row of the coverage table that a case belongs to."""
+    w = workload
+    return {
+        "operator": f"{w.suite}{' masked' if w.drop else ''}",
+        "format": w.dtype if w.quant == "-" else f"{w.dtype} {w.quant}",
+        "layout": w.layout,
+        "page": str(w.page_size),
+        "group": str(w.num_q_heads // w.num_kv_heads),
+        "query tokens": str(w.num_query_tokens) if w.suite == "decode" else "ragged",
+        "schedule": schedule,
+    }

@@ -1,0 +1,150 @@
+"""The operators on a GPU: the CPU's grid at larger sizes, and what only a GPU can show."""
+
+import pytest
+import torch
+
+import cases
+from hpcattn import (
+    PagedKVCache,
+    append_tokens,
+    attention_decode,
+    attention_decode_reference,
+    attention_prefill,
+    decode_workspace,
+    plan_decode,
+    relative_error,
+)
+from hpcattn.bench.workloads import Workload
+from hpcattn.schedule import plan_decode_reference
+
+DECODE = cases.decode_grid(lengths=((1, 700, 4095), (0, 1300, 3, 64), (63, 64, 65), (2, 8000)))
+PREFILL = cases.prefill_grid(
+    lengths=(((5,), (5,)), ((700,), (1500,)), ((3, 0, 660), (130, 9, 660)), ((1, 9), (64, 4)), ((130,), (2590,)))
+)
+
+
+@pytest.mark.parametrize(("workload", "schedule", "splits"), DECODE)
+def test_decode(workload, schedule, splits, device, coverage):
+    inputs = cases.build(workload, device)
+    error = cases.check_decode(inputs, "portable", schedule, splits)
+    coverage(cases.describe(workload, schedule), "portable", error)
+
+
+@pytest.mark.parametrize("workload", PREFILL)
+def test_prefill(workload, device, coverage):
+    coverage(cases.describe(workload), "portable", cases.check_prefill(cases.build(workload, device), "portable"))
+
+
+@pytest.mark.parametrize("v_mean", [0.0, 1.0])
+@pytest.mark.parametrize("quant", ["type0", "type1"])
+def test_fp8_over_32k_keys(quant, v_mean, device):
+    """Long sums, with and without a mean: an accumulator that loses bits shows only with one."""
+    w = Workload(
+        suite="prefill", case=f"v_mean={v_mean}", q_lens=(128,), kv_lens=(32768,), num_q_heads=4, num_kv_heads=1, dtype="fp8",
+        quant=quant,
+    )  # fmt: skip
+    cases.check_prefill(cases.build(w, device), "portable")
+
+
+@pytest.fixture
+def step(device):
+    w = Workload(suite="decode", case="", q_lens=(2,) * 3, kv_lens=(700, 5, 4096), num_q_heads=16, num_kv_heads=2)
+    inputs = cases.build(w, device)
+    return dict(
+        q=inputs.q, cache=inputs.cache, block_table=inputs.block_table, seq_lens=inputs.seq_lens, num_query_tokens=2
+    )
+
+
+def test_cache_of_more_than_two_to_the_31_elements(device):
+    pages = 2**31 // (64 * 8 * 128) + 1000
+    cache = PagedKVCache.allocate(pages, 64, 8, 128, device=device)
+    table = torch.arange(pages - 20, pages, dtype=torch.int32, device=device).view(2, 10)  # behind 2^31
+    lens = torch.tensor([600, 77], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 600, 677], dtype=torch.int32, device=device)
+    k, v = torch.randn(2, 677, 8, 128, device=device).bfloat16()
+    append_tokens(cache, k, v, table, lens, cu_seqlens_q=starts)
+    q = torch.randn(2, 16, 128, device=device).bfloat16()
+    expected, _ = attention_decode_reference(q, cache, table, lens)
+    for how in (dict(schedule="dynamic"), dict(num_splits=3)):
+        assert relative_error(attention_decode(q, cache, table, lens, **how), expected) < cases.BOUND["bf16"]
+    q = torch.cat([q, q])
+    starts = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
+    expected, _ = attention_decode_reference(q, cache, table, lens, num_query_tokens=2)
+    assert relative_error(attention_prefill(q, cache, table, starts, lens), expected) < cases.BOUND["bf16"]
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_no_synchronization_and_another_stream(step, schedule):
+    expected, _ = attention_decode_reference(**step)
+    attention_decode(**step, schedule=schedule)  # compiles
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            o = attention_decode(**step, schedule=schedule)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    assert relative_error(o, expected) < cases.BOUND["bf16"]
+
+
+def test_nothing_is_allocated_when_buffers_are_passed(step):
+    q = step["q"]
+    plan = plan_decode(step["seq_lens"], 2)
+    buffers = dict(
+        out=torch.empty_like(q), lse=q.new_empty(q.shape[:2], dtype=torch.float32),
+        workspace=decode_workspace(3, 16, 2, 128, num_query_tokens=2, plan=plan, device=q.device),
+    )  # fmt: skip
+    attention_decode(**step, **buffers, plan=plan)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    attention_decode(**step, **buffers, plan=plan)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_captured_graph_follows_changing_lengths(step):
+    """One graph holds plan and decode; only the lengths change between replays."""
+    lens = step["seq_lens"]
+    plan, out = plan_decode(lens, 2), torch.empty_like(step["q"])
+
+    def work():
+        plan_decode(lens, 2, out=plan)
+        attention_decode(**step, plan=plan, out=out)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for new in ([700, 5, 4096], [3, 0, 4000], [1, 1, 1], [64, 5, 65]):
+        lens.copy_(torch.tensor(new, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        expected, _ = attention_decode_reference(**step)
+        assert relative_error(out, expected) < cases.BOUND["bf16"], new
+
+
+def test_plan_agrees_with_plain_python(device):
+    generator = torch.Generator().manual_seed(0)
+    for batch in (1, 7, 256, 2048, 5000):
+        lens = torch.randint(0, 50_000, (batch,), generator=generator, dtype=torch.int32)
+        plan = plan_decode(lens.to(device), 3, max_seq_len=40_000)
+        expected = plan_decode_reference(lens.tolist(), 3, plan.num_ctas, max_seq_len=40_000)
+        assert [x.tolist() for x in (plan.header, plan.offsets, plan.starts)] == list(expected)
+
+
+def test_compiled_and_opcheck(step):
+    tensors = (step["q"], step["cache"].k, step["cache"].v, step["block_table"], step["seq_lens"])
+
+    def model(q, k, v, table, lens):
+        plan = plan_decode(lens, 2)
+        return attention_decode(q * 2, PagedKVCache(k, v), table, lens, num_query_tokens=2, plan=plan) + 1
+
+    assert torch.equal(torch.compile(model, fullgraph=True)(*tensors), model(*tensors))
+    q = step["q"]
+    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, "portable", None, torch.empty_like(q), None)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
