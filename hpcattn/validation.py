@@ -168,5 +168,5 @@ def resolve_implementation(implementation: str, device: torch.device, *, operato
     if implementation != "auto":
         return implementation, "as asked"
     if device.type == "cuda":
-        return "portable", f"Triton runs on any recent GPU, here {torch.cuda.get_device_name(device)}"
-    return "reference", "tensors are on the CPU, where float64 PyTorch is faster than interpreted Triton"
+        return "portable", "the tensors are on a GPU, and Triton runs on any recent one"
+    return "reference", "the tensors are on the CPU, where float64 PyTorch is faster than interpreted Triton"

@@ -11,6 +11,7 @@ import torch
 from hpcattn import attention_decode, attention_prefill, plan_decode
 from hpcattn.bench.workloads import Inputs, Workload
 from hpcattn.kernels.portable.decode import TILE
+from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
 from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
 from hpcattn.schedule import plan_chunks, static_chunks
 
@@ -128,3 +129,35 @@ def describe(workload: Workload, schedule: str = "-") -> dict[str, str]:
         "query tokens": str(w.num_query_tokens) if w.suite == "decode" else "ragged",
         "schedule": schedule,
     }
+
+
+SINGLE = ((70, 130, 4, 2, 64), (1, 65, 3, 1, 128), (80, 20, 2, 2, 64))  # queries, keys, heads, KV heads, head_dim
+
+
+def check_single(attention, causal: bool, shape: tuple[int, ...], device: str) -> None:
+    """Hold `naive_attention` or `online_attention` to the oracle, in bf16 and in fp8."""
+    q_len, kv_len, heads, kv_heads, dim = shape
+    q = torch.randn(q_len, heads, dim, device=device)
+    k, v = torch.randn(2, kv_len, kv_heads, dim, device=device)
+    v = v + 1
+    q8, q_scale = quantize_per_token_head(q)
+    (k8, k_scale), (v8, v_scale) = quantize_per_tensor(k), quantize_per_tensor(v)
+    fp8 = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    exact8 = [dequantize(q8, q_scale), dequantize(k8, k_scale), dequantize(v8, v_scale)]
+    bf16 = [x.bfloat16() for x in (q, k, v)]
+    for args, scales, exact, bound in ((bf16, {}, bf16, BOUND["bf16"]), ((q8, k8, v8), fp8, exact8, PLAIN_BOUND)):
+        o, lse = attention(*args, **scales, causal=causal)
+        expected, expected_lse = single_reference(*(x.double() for x in exact), causal)
+        assert relative_error(o, expected) < bound
+        torch.testing.assert_close(lse.double(), expected_lse, atol=LSE_BOUND, rtol=0)
+
+
+def single_reference(q, k, v, causal: bool):
+    """Materialized attention of one sequence in float64."""
+    group = q.shape[1] // k.shape[1]
+    s = torch.einsum("ihd,jhd->ihj", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+    if causal:
+        last = len(k) - len(q) + torch.arange(len(q), device=q.device)
+        s = s.masked_fill((torch.arange(len(k), device=q.device)[None, :] > last[:, None])[:, None], -torch.inf)
+    p = s.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("ihj,jhd->ihd", p, v.repeat_interleave(group, 1)), s.logsumexp(-1)

@@ -14,12 +14,10 @@ as soon as a newer Triton has mended one, so that its repair can go):
 
 from __future__ import annotations
 
-import builtins
 import os
 from collections.abc import Iterable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns when unset and 3.10 changes the default
 
@@ -27,66 +25,21 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel, compile, make_backend
-from triton.experimental.gluon import GluonASTSource
 from triton.runtime import interpreter
-from triton.runtime.jit import JITCallable, JITFunction, create_function_from_signature
+from triton.runtime.jit import JITCallable, JITFunction
 
-HOPPER = GPUTarget("cuda", 90, 32)
-
-__all__ = ["HOPPER", "Launch", "PortableFunction", "compile_launch", "interpreted", "jit", "record_launches"]
+__all__ = ["PortableFunction", "interpreted", "jit"]
 
 
 class PortableFunction(JITFunction):
     """A `triton.jit` function that is interpreted when its tensor arguments lie on the CPU."""
 
     def run(self, *args, grid, warmup, **kwargs):
-        if _recorded is not None:
-            _recorded.append(Launch(self, args, kwargs, grid))
-        elif not knobs.runtime.interpret and (warmup or _any_cuda((args, kwargs.values()))):
+        if not knobs.runtime.interpret and (warmup or _any_cuda((args, kwargs.values()))):
             super().run(*args, grid=grid, warmup=warmup, **kwargs)
         else:
             with interpreted():
                 interpreter.GridExecutor(_rewritten(self.fn), self.arg_names, grid)(*args, **kwargs)
-
-
-class Launch(NamedTuple):
-    """A kernel launch that was recorded instead of run; `hpcattn.inspection` compiles it for a GPU that is not here."""
-
-    fn: JITFunction
-    args: tuple
-    kwargs: dict
-    grid: tuple
-
-
-_recorded: list[Launch] | None = None
-
-
-@contextmanager
-def record_launches():
-    """While active, launches of `@jit` kernels are appended to the list this gives, and do not run."""
-    global _recorded
-    outer, _recorded = _recorded, []
-    try:
-        yield _recorded
-    finally:
-        _recorded = outer
-
-
-def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> CompiledKernel:
-    """Compile exactly what a recorded launch would compile, for a GPU that need not be here.
-
-    Works for Triton and Gluon kernels; the result has `.asm["ptx" | "sass" | "cubin" ...]` and `.metadata`.
-    """
-    backend = make_backend(target)
-    fn = launch.fn
-    bind = create_function_from_signature(fn.signature, fn.params, backend)
-    defaults = dict(debug=False, instrumentation_mode="", fpsan_homomorphic_casts=False)
-    bound, specialization, options = bind(*launch.args, **launch.kwargs, **defaults)
-    options, signature, constexprs, attributes = fn._pack_args(backend, options, bound, specialization, options)
-    source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, signature, constexprs, attributes)
-    return compile(source, target=target, options=options.__dict__)
 
 
 def _any_cuda(args) -> bool:
@@ -125,7 +78,7 @@ class _Rewriter(interpreter.FunctionRewriter):
         for name in ("interpreter_semantic", "_InterpreterComparison"):
             names.setdefault(name, getattr(interpreter, name))
         found = {}
-        exec(builtins.compile(tree, filename=self.filename, mode="exec"), names, found)
+        exec(compile(tree, filename=self.filename, mode="exec"), names, found)
         return found[self.fn.__name__]
 
 

@@ -228,8 +228,8 @@ def packed(tokens):
 BAD_PREFILL = [
     _bad("packed fp8", lambda a: dict(kv=PackedKV(a["q"][:, :1], a["q"][:, :1])), TypeError, "kv.k", "bfloat16"),
     _bad("packed rows", lambda a: dict(kv=packed(39), q=a["q"].bfloat16()), ValueError, "kv.k", "[40, *, *]"),
-    _bad("packed with table", lambda a: dict(kv=packed(40), q=a["q"].bfloat16(), scales=None), ValueError, "block_table",
-         "None for packed"),
+    _bad("packed with table", lambda a: dict(kv=packed(40), q=a["q"].bfloat16(), scales=None), ValueError,
+         "block_table", "None for packed"),
     _bad("cu dtype", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"].long()), TypeError, "cu_seqlens_q", "int64"),
     _bad("cu batch", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"][:1]), ValueError, "seq_lens"),
     _bad("cu content", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"] + 1, check_inputs="full"), ValueError, "rising"),
@@ -263,10 +263,10 @@ def test_bad_prefill_input(change, error, words):
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
 def test_opcheck_and_compile(decode_args, implementation):
-    args = decode_args
-    flat = (
-        args["q"], args["cache"].k, args["cache"].v, args["block_table"], args["seq_lens"], *[None] * 6, 2, 128**-0.5, 2, implementation, None, torch.empty_like(args["q"]), torch.empty(4, 4),
-    )  # fmt: skip
+    cache, q = decode_args["cache"], decode_args["q"]
+    tensors = (q, cache.k, cache.v, decode_args["block_table"], decode_args["seq_lens"])
+    out, lse = torch.empty_like(q), torch.empty(4, 4)
+    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, implementation, None, out, lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
 
@@ -278,7 +278,6 @@ def test_opcheck_and_compile(decode_args, implementation):
         )
         return o + 1, lse
 
-    tensors = flat[:5]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(*tensors), step(*tensors), strict=True):
         assert torch.equal(got, expected)

@@ -1,49 +1,34 @@
 """The two single-sequence kernels of lessons 01 and 03, and offline compilation of every portable kernel."""
 
+import cases
 import pytest
 import torch
 
-from hpcattn import PackedKV, attention_decode, attention_prefill, attention_prefill_reference, plan_decode
+from hpcattn import (
+    PackedKV,
+    append_tokens,
+    attention_decode,
+    attention_prefill,
+    attention_prefill_reference,
+    plan_decode,
+)
 from hpcattn import relative_error as error
 from hpcattn.bench.workloads import Workload
-from hpcattn.kernels.jit import compile_launch, record_launches
+from hpcattn.inspection import record_launches
 from hpcattn.kernels.portable.naive import naive_attention
 from hpcattn.kernels.portable.online import online_attention
-from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
 
 
 @pytest.mark.parametrize("attention", [naive_attention, online_attention])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("q_len", "kv_len", "heads", "kv_heads", "dim"), [(70, 130, 4, 2, 64), (1, 65, 3, 1, 128), (80, 20, 2, 2, 64)]
-)
-def test_single_sequence(attention, causal, q_len, kv_len, heads, kv_heads, dim):
-    q, k, v = torch.randn(q_len, heads, dim), torch.randn(kv_len, kv_heads, dim), torch.randn(kv_len, kv_heads, dim) + 1
-    q8, q_scale = quantize_per_token_head(q)
-    (k8, k_scale), (v8, v_scale) = quantize_per_tensor(k), quantize_per_tensor(v)
-    bf16 = [x.bfloat16() for x in (q, k, v)]
-    fp8 = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    exact8 = [dequantize(q8, q_scale), dequantize(k8, k_scale), dequantize(v8, v_scale)]
-    for args, scales, exact, bound in ((bf16, {}, bf16, 4e-3), ((q8, k8, v8), fp8, exact8, 5e-2)):
-        o, lse = attention(*args, **scales, causal=causal)
-        expected, expected_lse = plain(*(x.double() for x in exact), causal)
-        assert error(o, expected) < bound
-        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-3, rtol=0)
-
-
-def plain(q, k, v, causal):
-    group = q.shape[1] // k.shape[1]
-    scores = torch.einsum("ihd,jhd->ihj", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.arange(len(k))[None, :] > (len(k) - len(q) + torch.arange(len(q)))[:, None]
-        scores = scores.masked_fill(hidden[:, None], -torch.inf)
-    p = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("ihj,jhd->ihd", p, v.repeat_interleave(group, 1)), scores.logsumexp(-1)
+@pytest.mark.parametrize("shape", cases.SINGLE)
+def test_single_sequence(attention, causal, shape, device):
+    cases.check_single(attention, causal, shape, device)
 
 
 def test_low_precision_scores_cost_accuracy():
     q, k, v = torch.randn(3, 200, 1, 64).bfloat16()
-    expected, _ = plain(q.double() * 4, k.double(), v.double(), True)
+    expected, _ = cases.single_reference(q.double() * 4, k.double(), v.double(), True)
     errors = [
         error(naive_attention(q * 4, k, v, score_dtype=dtype)[0], expected) for dtype in (torch.float32, torch.bfloat16)
     ]
@@ -62,16 +47,26 @@ def test_portable_kernels_compile_for_hopper(dtype, quant):
             attention_decode(d.q, d.cache, d.block_table, d.seq_lens, **common, **how)
         args = (p.q, p.cache, p.block_table, p.cu_seqlens_q, p.seq_lens)
         attention_prefill(*args, scales=p.scales, block_mask=p.block_mask, implementation="portable")
-    names = [launch.fn.__name__ for launch in launches]
-    assert names == [
-        "prefix_kernel", "search_kernel", "dynamic_kernel", "merge_kernel", "static_kernel", "static_kernel",
-        "merge_kernel", "prefill_kernel",
-    ]  # fmt: skip
-    for launch in launches:
-        kernel = compile_launch(launch)
-        matrix = "wgmma" in kernel.asm["ptx"] or "mma.sync" in kernel.asm["ptx"]
-        assert matrix == (launch.fn.__name__ in ("dynamic_kernel", "static_kernel", "prefill_kernel"))
-        assert kernel.metadata.shared < 227 * 1024
+        k = d.cache.k[0, :2]
+        scale = None if d.cache.k_scale is None else torch.ones(2, 1)
+        append_tokens(
+            d.cache, k, k, d.block_table, d.seq_lens, num_query_tokens=2, k_scale=scale, implementation="portable"
+        )
+        if quant != "type0":
+            tensors = [x.view(-1, 8, 128) for x in (d.q, d.cache.k, d.cache.v)]
+            scales = {} if d.scales is None else dict(q_scale=d.scales.q, k_scale=d.scales.k, v_scale=d.scales.v)
+            naive_attention(*tensors, **scales)
+            online_attention(*tensors, **scales)
+    dots = {"dynamic", "static", "prefill", "scores", "values", "online"}
+    assert {v.fn.__name__ for v in launches} >= {
+        f"{name}_kernel" for name in (dots if quant != "type0" else {"prefill"})
+    }
+    for variant in launches:
+        kernel = variant.compile()
+        matrix = {"HGMMA", "HMMA", "QGMMA", "QMMA"} & set(kernel.families())
+        assert bool(matrix) == (variant.fn.__name__.removesuffix("_kernel") in dots), kernel.name
+        assert kernel.spill_store_bytes == kernel.spill_load_bytes == 0, kernel.name
+        assert kernel.shared_bytes < 227 * 1024
 
 
 def test_packed_agrees_with_online():

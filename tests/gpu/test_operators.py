@@ -1,9 +1,9 @@
 """The operators on a GPU: the CPU's grid at larger sizes, and what only a GPU can show."""
 
+import cases
 import pytest
 import torch
 
-import cases
 from hpcattn import (
     PagedKVCache,
     append_tokens,
@@ -15,6 +15,8 @@ from hpcattn import (
     relative_error,
 )
 from hpcattn.bench.workloads import Workload
+from hpcattn.kernels.portable.naive import naive_attention
+from hpcattn.kernels.portable.online import online_attention
 from hpcattn.schedule import plan_decode_reference
 
 DECODE = cases.decode_grid(lengths=((1, 700, 4095), (0, 1300, 3, 64), (63, 64, 65), (2, 8000)))
@@ -35,13 +37,20 @@ def test_prefill(workload, device, coverage):
     coverage(cases.describe(workload), "portable", cases.check_prefill(cases.build(workload, device), "portable"))
 
 
+@pytest.mark.parametrize("attention", [naive_attention, online_attention])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", (*cases.SINGLE, (1000, 3000, 8, 2, 128)))
+def test_single_sequence(attention, causal, shape, device):
+    cases.check_single(attention, causal, shape, device)
+
+
 @pytest.mark.parametrize("v_mean", [0.0, 1.0])
 @pytest.mark.parametrize("quant", ["type0", "type1"])
 def test_fp8_over_32k_keys(quant, v_mean, device):
     """Long sums, with and without a mean: an accumulator that loses bits shows only with one."""
     w = Workload(
-        suite="prefill", case=f"v_mean={v_mean}", q_lens=(128,), kv_lens=(32768,), num_q_heads=4, num_kv_heads=1, dtype="fp8",
-        quant=quant,
+        suite="prefill", case=f"v_mean={v_mean}", q_lens=(128,), kv_lens=(32768,), num_q_heads=4, num_kv_heads=1,
+        dtype="fp8", quant=quant,
     )  # fmt: skip
     cases.check_prefill(cases.build(w, device), "portable")
 

@@ -10,7 +10,7 @@ from hpcattn.kernels.portable.common import KV, make_kv
 
 @jit
 def append_kernel(
-    kv: KV, k_new, v_new, k_strides: tuple, v_strides: tuple, k_scale_new, cu_seqlens_q, seq_lens, capacity, batch,
+    kv: KV, k_new, v_new, k_strides, v_strides, k_scale_new, cu_seqlens_q, seq_lens, capacity, batch,
     D: tl.constexpr, PAGE: tl.constexpr, QUANT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (new tokens, KV heads). Token i of a request's n new ones goes to position seq_len - n + i."""

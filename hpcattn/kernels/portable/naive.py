@@ -20,7 +20,7 @@ BLOCK_M, BLOCK_N = 64, 64
 
 @jit
 def scores_kernel(
-    q, k, scores, q_scale, k_scale, q_len, kv_len, q_strides: tuple, k_strides: tuple, softmax_scale_log2,
+    q, k, scores, q_scale, k_scale, q_len, kv_len, q_strides, k_strides, softmax_scale_log2,
     G: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def softmax_kernel(scores, p, l_out, lse, q_len, kv_len, SCALE: tl.constexpr, BL
 
 @jit
 def values_kernel(
-    p, v, l_in, o, v_scale, q_len, kv_len, v_strides: tuple,
+    p, v, l_in, o, v_scale, q_len, kv_len, v_strides,
     G: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, query heads): o = p @ v / l."""

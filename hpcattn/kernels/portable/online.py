@@ -20,7 +20,7 @@ BLOCK_M, TILE = 64, 64
 
 @jit
 def online_kernel(
-    q, k, v, q_scale, k_scale, v_scale, o, lse, q_len, kv_len, q_strides: tuple, k_strides: tuple, v_strides: tuple,
+    q, k, v, q_scale, k_scale, v_scale, o, lse, q_len, kv_len, q_strides, k_strides, v_strides,
     softmax_scale_log2,
     G: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, QUANT: tl.constexpr, BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
