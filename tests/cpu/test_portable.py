@@ -4,17 +4,9 @@ import cases
 import pytest
 import torch
 
-from hpcattn import (
-    PackedKV,
-    append_tokens,
-    attention_decode,
-    attention_prefill,
-    attention_prefill_reference,
-    plan_decode,
-)
+from hpcattn import PackedKV, attention_prefill, attention_prefill_reference
 from hpcattn import relative_error as error
-from hpcattn.bench.workloads import Workload
-from hpcattn.inspection import record_launches
+from hpcattn.inspection import variants
 from hpcattn.kernels.portable.naive import naive_attention
 from hpcattn.kernels.portable.online import online_attention
 
@@ -35,38 +27,22 @@ def test_low_precision_scores_cost_accuracy():
     assert errors[0] < 4e-3 < errors[1]
 
 
-@pytest.mark.parametrize(("dtype", "quant"), [("bf16", "-"), ("fp8", "type0"), ("fp8", "type1")])
-def test_portable_kernels_compile_for_hopper(dtype, quant):
-    heads = dict(num_q_heads=8, num_kv_heads=1, dtype=dtype, quant=quant)
-    d = Workload(suite="decode", case="", q_lens=(2,), kv_lens=(100,), **heads).build()
-    p = Workload(suite="prefill", case="", q_lens=(70,), kv_lens=(100,), drop=0.5, **heads).build()
-    with record_launches() as launches:
-        plan = plan_decode(d.seq_lens, 1, implementation="portable")
-        common = dict(scales=d.scales, num_query_tokens=2, implementation="portable", return_lse=True)
-        for how in (dict(plan=plan), dict(num_splits=1), dict(num_splits=2)):
-            attention_decode(d.q, d.cache, d.block_table, d.seq_lens, **common, **how)
-        args = (p.q, p.cache, p.block_table, p.cu_seqlens_q, p.seq_lens)
-        attention_prefill(*args, scales=p.scales, block_mask=p.block_mask, implementation="portable")
-        k = d.cache.k[0, :2]
-        scale = None if d.cache.k_scale is None else torch.ones(2, 1)
-        append_tokens(
-            d.cache, k, k, d.block_table, d.seq_lens, num_query_tokens=2, k_scale=scale, implementation="portable"
-        )
-        if quant != "type0":
-            tensors = [x.view(-1, 8, 128) for x in (d.q, d.cache.k, d.cache.v)]
-            scales = {} if d.scales is None else dict(q_scale=d.scales.q, k_scale=d.scales.k, v_scale=d.scales.v)
-            naive_attention(*tensors, **scales)
-            online_attention(*tensors, **scales)
-    dots = {"dynamic", "static", "prefill", "scores", "values", "online"}
-    assert {v.fn.__name__ for v in launches} >= {
-        f"{name}_kernel" for name in (dots if quant != "type0" else {"prefill"})
-    }
-    for variant in launches:
-        kernel = variant.compile()
-        matrix = {"HGMMA", "HMMA", "QGMMA", "QMMA"} & set(kernel.families())
-        assert bool(matrix) == (variant.fn.__name__.removesuffix("_kernel") in dots), kernel.name
-        assert kernel.spill_store_bytes == kernel.spill_load_bytes == 0, kernel.name
-        assert kernel.shared_bytes < 227 * 1024
+def test_offline_variants_are_complete():
+    kernels = {v.fn.__name__.removesuffix("_kernel") for v in variants()}
+    assert kernels == {
+        "static", "dynamic", "merge", "prefill", "append", "prefix", "search", "scores", "softmax", "values", "online",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [("static", "bf16"), ("dynamic", "type0"), ("prefill masked", "type1"), ("naive", "bf16")]
+)
+def test_products_run_on_tensor_cores(words):
+    """Scores and weighted sums do, and nothing else has a matrix product."""
+    for variant in variants(*words):
+        matrix = {"HGMMA", "HMMA", "QGMMA", "QMMA"} & set(variant.compile().families())
+        kernel = variant.fn.__name__.removesuffix("_kernel")
+        assert bool(matrix) == (kernel in ("dynamic", "static", "prefill", "scores", "values", "online"))
 
 
 def test_packed_agrees_with_online():

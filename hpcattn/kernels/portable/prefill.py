@@ -123,5 +123,5 @@ def launch(
     )  # fmt: skip
     prefill_kernel[total_q // BLOCK_M + batch, num_q_heads](
         args, kv, batch, softmax_scale * LOG2_E, G=num_q_heads // num_kv_heads, D=head_dim, BLOCK_M=BLOCK_M, TILE=TILE,
-        PAGE=page_size, QUANT=quant, HAS_MASK=block_mask is not None, STEPS=batch.bit_length(),
+        PAGE=page_size, QUANT=quant, HAS_MASK=block_mask is not None, STEPS=batch.bit_length(), num_warps=8,
     )  # fmt: skip

@@ -1,0 +1,63 @@
+"""The kernels of this package in the variants worth compiling offline: what tiny calls would launch."""
+
+from __future__ import annotations
+
+from hpcattn.inspection import Variant, variants_of
+
+__all__ = ["offline_variants"]
+
+
+def offline_variants() -> list[Variant]:
+    """Every kernel of every operator, in bf16 and both fp8 types, named "operator format schedule kernel"."""
+    from hpcattn.bench.workloads import FORMATS  # operators and workloads import kernels
+
+    found = []
+    for dtype, quant in FORMATS:
+        form = dtype if quant == "-" else f"{dtype} {quant}"
+        for name, call in _calls(dtype, quant).items():
+            found += variants_of(f"{name} {form}", call)
+    plans = [v for v in found if v.fn.__name__ in ("prefix_kernel", "search_kernel")]
+    return [v for v in found if v not in plans] + plans[:2]  # a plan knows no format
+
+
+def _calls(dtype: str, quant: str) -> dict:
+    import torch
+
+    import hpcattn
+    from hpcattn.bench.workloads import Workload
+    from hpcattn.kernels.portable.naive import naive_attention
+    from hpcattn.kernels.portable.online import online_attention
+
+    common = dict(num_q_heads=8, num_kv_heads=1, dtype=dtype, quant=quant)
+    d = Workload(suite="decode", case="", q_lens=(2,), kv_lens=(100,), **common).build()
+    p = Workload(suite="prefill", case="", q_lens=(70,), kv_lens=(100,), drop=0.5, **common).build()
+    portable = dict(implementation="portable")
+
+    def decode(**schedule):
+        args = (d.q, d.cache, d.block_table, d.seq_lens)
+        hpcattn.attention_decode(*args, scales=d.scales, num_query_tokens=2, return_lse=True, **schedule, **portable)
+
+    def prefill(block_mask=None):
+        args = (p.q, p.cache, p.block_table, p.cu_seqlens_q, p.seq_lens)
+        hpcattn.attention_prefill(*args, scales=p.scales, block_mask=block_mask, return_lse=True, **portable)
+
+    def append():
+        new, scale = d.cache.k[0, :2], None if d.cache.k_scale is None else torch.ones(2, 1)
+        args = (d.cache, new, new, d.block_table, d.seq_lens)
+        hpcattn.append_tokens(*args, num_query_tokens=2, k_scale=scale, **portable)
+
+    def single(attention):
+        scales = {} if d.scales is None else dict(q_scale=d.scales.q, k_scale=d.scales.k, v_scale=d.scales.v)
+        attention(d.q, d.cache.k.flatten(0, 1), d.cache.v.flatten(0, 1), **scales)
+
+    calls = {
+        "decode static": lambda: decode(num_splits=1),
+        "decode split": lambda: decode(num_splits=2),
+        "decode dynamic": lambda: decode(schedule="dynamic"),
+        "prefill": prefill,
+        "prefill masked": lambda: prefill(p.block_mask),
+        "append": append,
+    }
+    if quant != "type0":  # one sequence without pages has no place for type 0 scales
+        calls |= {"naive": lambda: single(naive_attention), "online": lambda: single(online_attention)}
+    return calls
