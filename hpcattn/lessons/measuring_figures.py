@@ -225,12 +225,13 @@ def draw_protocols(
 ) -> Figure:
     """Picture 1: what a protocol reports against the steady time, and what it added.
 
-    pairs, eager: from `protocol_pairs`. empty_us: an empty kernel's (steady, single) µs. floor: (floor, added) µs of a
-    model. study: points of experiment `protocols`, may be empty.
+    pairs, eager: from `protocol_pairs`; those timed in one run get a black rim. empty_us: an empty kernel's (steady,
+    single) µs. floor: (floor, added) µs of a model. study: points of experiment `protocols`, may be empty.
     """
     figure, (left, right) = axes_grid(1, 2, height=5.6, width_ratios=[3, 2])
     for (name, schedule, suite), rows in pairs.groupby(["implementation", "schedule", "suite"]):
-        style = {"color": color_of(name, schedule), "marker": MARKS[suite], "s": 20, "lw": 0, "alpha": 0.8}
+        rims = [BLACK if same else "none" for same in rows.same_run]
+        style = {"color": color_of(name, schedule), "marker": MARKS[suite], "s": 20, "lw": 0.8, "edgecolors": rims}
         left.scatter(rows.steady, rows.reported, label=f"{label_of(name, schedule)}, {suite}", **style)
         right.scatter(rows.steady, rows.delta, **style)
     left.scatter(eager.steady, eager.reported, marker="^", s=26, color=ORANGE, label="TileLang, one eager call")
@@ -238,7 +239,7 @@ def draw_protocols(
     for series, (mark, color) in STUDY.items() if len(curves) else ():
         label = f"copies, {series.replace('_', ' ')} ({source})"
         left.plot(curves.steady, curves[series], mark, ms=6, color=color, label=label)
-    left.scatter(*empty_us, marker="*", s=130, color=VERMILION, zorder=3, label="empty kernel, the worst single")
+    left.scatter(*empty_us, marker="*", s=130, color=VERMILION, zorder=3, label="empty kernel, single")
     line = np.geomspace(0.5, 5e3, 200)
     left.plot(line, line, color=BLACK, lw=1, ls="--", label="nothing added")
     for delta in (2, 10, 50):
@@ -262,13 +263,13 @@ def draw_protocols(
 def draw_clock_ramp(recorded: pd.DataFrame, source: str) -> Figure:
     """One kernel's time and the SM clock after a second of idling: points of experiment `clock_ramp`, may be empty."""
     figure, axes = axes_grid(1, 2, height=3.0)
-    panels = {"copy_16MB": ("µs per call", BLUE), "sm_clock": ("SM clock, MHz", VERMILION)}
-    for ax, (series, (label, color)) in zip(axes, panels.items(), strict=True):
-        ax.set_title(source if series == "copy_16MB" else "")
+    panels = {"us": ("µs per call", BLUE), "MHz": ("SM clock, MHz", VERMILION)}
+    for ax, (unit, (label, color)) in zip(axes, panels.items(), strict=True):
+        ax.set_title(source if unit == "us" else "")
         if recorded.empty:
             _not_recorded(ax)
             continue
-        points = recorded[recorded.series == series]
+        points = recorded[recorded.unit == unit]
         ax.plot(points.x, points.value, "o-", ms=4, lw=1, color=color)
         ax.set(xlabel="ms since the first call after idling", ylabel=label, ylim=(0, None))
     return figure

@@ -35,13 +35,15 @@ class KV(NamedTuple):
 
 
 @jit
-def token_offsets(kv: KV, request, base, tokens, valid, PAGE: tl.constexpr):
-    """(page, slot) of `tokens` of a request; packed keys and values (PAGE = 0) start at row `base` of a single page."""
+def token_offsets(kv: KV, request, base, first, tokens, valid, TILE: tl.constexpr, PAGE: tl.constexpr):
+    """(page, slot) of a tile's `tokens`; packed keys and values (PAGE = 0) start at row `base` of a single page."""
+    table = kv.table + request.to(tl.int64) * kv.table_stride if PAGE > 0 else kv.table
     if PAGE == 0:
-        return tl.zeros_like(tokens).to(tl.int64), base + tokens
+        return base.to(tl.int64) * 0, base + tokens
+    elif PAGE % TILE == 0:  # the tile lies in one page: one scalar load
+        return tl.load(table + first // PAGE).to(tl.int64), tokens % PAGE
     else:
-        page = tl.load(kv.table + request.to(tl.int64) * kv.table_stride + tokens // PAGE, mask=valid, other=0)
-        return page.to(tl.int64), tokens % PAGE
+        return tl.load(table + tokens // PAGE, mask=valid, other=0).to(tl.int64), tokens % PAGE
 
 
 @jit
@@ -119,7 +121,7 @@ def attend(
         if active:
             tokens = first + tl.arange(0, TILE)
             valid = tokens < stop
-            page, slot = token_offsets(kv, request, base, tokens, valid, PAGE)
+            page, slot = token_offsets(kv, request, base, first, tokens, valid, TILE, PAGE)
             k = load_rows(kv.k, kv.k_strides, page, slot, head, valid, q.shape[1])
             s = tl.dot(q, tl.trans(k)) * row_scale[:, None]
             s *= load_k_scale(kv, page, slot, head, valid, QUANT)[None, :]

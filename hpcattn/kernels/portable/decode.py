@@ -19,6 +19,7 @@ from hpcattn.kernels.jit import jit
 from hpcattn.kernels.portable.common import KV, LOG2_E, NEG_INF, attend, finish, make_kv
 
 TILE = 64
+NUM_STAGES = 5  # tiles of K in flight: 3 leave an H200's memory idle a tenth of the time
 
 
 class Rows(NamedTuple):
@@ -227,34 +228,23 @@ def launch(
     batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     num_slots = num_states(batch * num_kv_heads, num_splits, None if plan is None else plan[2].shape[0])
-    states = num_slots * num_query_tokens * group * (head_dim + 2)
+    rows_per_pair = num_query_tokens * group
+    states = num_slots * rows_per_pair * (head_dim + 2)
     if workspace is None or workspace.numel() < states:
         workspace = torch.empty(max(1, states), dtype=torch.float32, device=q.device)
     kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
     rows = Rows(
         q, q.stride()[:2], q_scale, v_scale, seq_lens, block_table.shape[1] * page_size, out, lse, workspace, num_slots
     )
-    shape = dict(S=num_query_tokens, G=group, M=max(16, triton.next_power_of_2(num_query_tokens * group)), D=head_dim)
-    scale = softmax_scale * LOG2_E
+    shape = dict(S=num_query_tokens, G=group, M=max(16, triton.next_power_of_2(rows_per_pair)), D=head_dim, TILE=TILE)
+    loop = dict(**shape, PAGE=page_size, QUANT=quant, num_stages=NUM_STAGES)
+    scale, merge_plan = softmax_scale * LOG2_E, Plan(None, None, None)
     if plan is None:
-        static_kernel[num_splits, num_kv_heads, batch](
-            rows,
-            kv,
-            num_splits,
-            num_kv_heads,
-            scale,
-            **shape,
-            TILE=TILE,
-            PAGE=page_size,
-            QUANT=quant,
-            SPLIT=num_splits > 1,
-        )
+        grid = (num_splits, num_kv_heads, batch)
+        static_kernel[grid](rows, kv, num_splits, num_kv_heads, scale, **loop, SPLIT=num_splits > 1)
     else:
-        dynamic_kernel[plan[2].shape[0],](
-            rows, kv, Plan(*plan), num_kv_heads, scale, **shape, TILE=TILE, PAGE=page_size, QUANT=quant
-        )
+        merge_plan = Plan(*plan)
+        dynamic_kernel[plan[2].shape[0],](rows, kv, merge_plan, num_kv_heads, scale, **loop)
     if plan is not None or num_splits > 1:
-        merge_kernel[num_kv_heads, batch](
-            rows, Plan(*plan) if plan else Plan(None, None, None), num_splits, num_kv_heads,
-            **shape, TILE=TILE, QUANT=quant, DYNAMIC=plan is not None,
-        )  # fmt: skip
+        grid = (num_kv_heads, batch)
+        merge_kernel[grid](rows, merge_plan, num_splits, num_kv_heads, **shape, QUANT=quant, DYNAMIC=plan is not None)
