@@ -72,38 +72,31 @@ def decode_chunk(
 
 
 @jit
-def store_result(
-    rows: Rows, request, head, num_kv_heads, m, l, acc, valid,
-    S: tl.constexpr, G: tl.constexpr, QUANT: tl.constexpr,
-):  # fmt: skip
-    """Normalise and write; a request whose length was not valid gets NaN rather than truncated attention."""
-    M: tl.constexpr = acc.shape[0]
+def store_result(rows: Rows, head, row, exists, m, l, acc, valid, QUANT: tl.constexpr):
+    """Normalise and write the rows `row`; NaN rather than truncated attention if the request's length is not valid."""
     D: tl.constexpr = acc.shape[1]
-    _, _, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
     o, lse = finish(m, l, acc, rows.v_scale, head, QUANT)
-    o = tl.where(valid, o, float("nan"))
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(rows.o + at, o.to(rows.o.dtype.element_ty), mask=exists[:, None])
+    o = tl.where(valid, o, float("nan")).to(rows.o.dtype.element_ty)
+    tl.store(rows.o + row[:, None] * D + tl.arange(0, D)[None, :], o, mask=exists[:, None])
     if rows.lse is not None:
         tl.store(rows.lse + row, tl.where(valid, lse, float("nan")), mask=exists)
 
 
 @jit
-def state_offsets(rows: Rows, slot, R: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    """Offsets of acc `[M, D]`, m and l `[M]` of a slot, and which rows exist."""
-    r = tl.arange(0, M)
-    slot = slot.to(tl.int64)
-    acc = (slot * R + r)[:, None] * D + tl.arange(0, D)[None, :]
-    m = rows.num_slots.to(tl.int64) * R * D + slot * 2 * R + r
-    return acc, m, m + R, r < R
+def state_offsets(rows: Rows, slot, r, R: tl.constexpr, D: tl.constexpr):
+    """Offsets of acc `[n, D]`, m and l `[n]` for `slot` and row `r` of the pair, of which one is `[n]`."""
+    at = slot.to(tl.int64) * R + r
+    m = rows.num_slots.to(tl.int64) * R * D + at + slot.to(tl.int64) * R
+    return at[:, None] * D + tl.arange(0, D)[None, :], m, m + R
 
 
 @jit
 def store_state(rows: Rows, slot, m, l, acc, R: tl.constexpr):
-    acc_at, m_at, l_at, exists = state_offsets(rows, slot, R, acc.shape[0], acc.shape[1])
-    tl.store(rows.states + acc_at, acc, mask=exists[:, None])
-    tl.store(rows.states + m_at, m, mask=exists)
-    tl.store(rows.states + l_at, l, mask=exists)
+    r = tl.arange(0, acc.shape[0])
+    acc_at, m_at, l_at = state_offsets(rows, slot, r, R, acc.shape[1])
+    tl.store(rows.states + acc_at, acc, mask=(r < R)[:, None])
+    tl.store(rows.states + m_at, m, mask=r < R)
+    tl.store(rows.states + l_at, l, mask=r < R)
 
 
 @jit
@@ -126,7 +119,8 @@ def static_kernel(
     if SPLIT:
         store_state(rows, (request * num_kv_heads + head) * num_splits + split, m, l, acc, S * G)
     else:
-        store_result(rows, request, head, num_kv_heads, m, l, acc, valid, S, G, QUANT)
+        _, _, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
+        store_result(rows, head, row, exists, m, l, acc, valid, QUANT)
 
 
 class Plan(NamedTuple):
@@ -164,7 +158,8 @@ def dynamic_kernel(
             S, G, M, D, TILE, PAGE, QUANT,
         )  # fmt: skip
         if (first == 0) & (last == tiles):
-            store_result(rows, request, head, num_kv_heads, m, l, acc, valid, S, G, QUANT)
+            _, _, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
+            store_result(rows, head, row, exists, m, l, acc, valid, QUANT)
         else:  # slot 2c + 1: the pair that starts here and goes on; 2c: the pair that began in an earlier CTA
             store_state(rows, 2 * cta + (first == 0).to(tl.int32), m, l, acc, S * G)
         t += last - first
@@ -173,15 +168,15 @@ def dynamic_kernel(
 @jit
 def merge_kernel(
     rows: Rows, plan: Plan, num_splits, num_kv_heads,
-    S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, QUANT: tl.constexpr,
-    DYNAMIC: tl.constexpr,
+    S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, QUANT: tl.constexpr, DYNAMIC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (KV heads, requests): merge a pair's partial states, and write the pairs that no other kernel wrote."""
-    head = tl.program_id(0)
-    request = tl.program_id(1)
+    """Grid (S * G rows, KV heads, requests): merge a row's partial states, and write the rows nothing else wrote."""
+    r = tl.program_id(0)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
     kv_len, valid = visible_length(rows, request)
-    pair = request * num_kv_heads + head
-    first = pair * num_splits
+    first = (request * num_kv_heads + head) * num_splits
     last = first + num_splits
     done = False
     if DYNAMIC:
@@ -194,23 +189,29 @@ def merge_kernel(
         last = tl.where(valid & (tiles > 0), (begin + tiles - 1) // quota + 1, first)
         done = last - first == 1
     if not done:
-        m = tl.full([M], NEG_INF, tl.float32)
-        l = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, D], tl.float32)
-        for chunk in range(first, last):
+        m = tl.full([1], NEG_INF, tl.float32)
+        l = tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, D], tl.float32)
+        for block in range(first, last, BLOCK):
+            chunk = block + tl.arange(0, BLOCK)
+            exists = chunk < last
             slot = chunk
             if DYNAMIC:
                 slot = 2 * chunk + (chunk == first).to(tl.int32)
-            acc_at, m_at, l_at, exists = state_offsets(rows, slot, S * G, M, D)
+            acc_at, m_at, l_at = state_offsets(rows, slot, r, S * G, D)
             m_chunk = tl.load(rows.states + m_at, mask=exists, other=NEG_INF)
-            m_new = tl.maximum(m, m_chunk)
+            m_new = tl.maximum(m, tl.max(m_chunk, 0))
             shift = tl.where(m_new == NEG_INF, 0.0, m_new)
             alpha = tl.exp2(m - shift)
-            beta = tl.exp2(m_chunk - shift)
-            l = l * alpha + tl.load(rows.states + l_at, mask=exists, other=0.0) * beta
-            acc = acc * alpha[:, None] + tl.load(rows.states + acc_at, mask=exists[:, None], other=0.0) * beta[:, None]
+            weight = tl.exp2(m_chunk - shift)
+            l_chunk = tl.load(rows.states + l_at, mask=exists, other=0.0)
+            acc_chunk = tl.load(rows.states + acc_at, mask=exists[:, None], other=0.0)
+            l = l * alpha + tl.sum(l_chunk * weight, 0)
+            acc = acc * alpha[:, None] + tl.sum(acc_chunk * weight[:, None], 0)[None, :]
             m = m_new
-        store_result(rows, request, head, num_kv_heads, m, l, acc, valid, S, G, QUANT)
+        token = request.to(tl.int64) * S + r // G
+        row = token * num_kv_heads * G + head * G + r % G + tl.zeros([1], tl.int64)
+        store_result(rows, head, row, row >= 0, m, l, acc, valid, QUANT)
 
 
 def num_states(num_pairs: int, num_splits: int, num_ctas: int | None) -> int:
@@ -236,8 +237,8 @@ def launch(
     rows = Rows(
         q, q.stride()[:2], q_scale, v_scale, seq_lens, block_table.shape[1] * page_size, out, lse, workspace, num_slots
     )
-    shape = dict(S=num_query_tokens, G=group, M=max(16, triton.next_power_of_2(rows_per_pair)), D=head_dim, TILE=TILE)
-    loop = dict(**shape, PAGE=page_size, QUANT=quant, num_stages=NUM_STAGES)
+    shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=TILE, QUANT=quant)
+    loop = dict(**shape, M=max(16, triton.next_power_of_2(rows_per_pair)), PAGE=page_size, num_stages=NUM_STAGES)
     scale, merge_plan = softmax_scale * LOG2_E, Plan(None, None, None)
     if plan is None:
         grid = (num_splits, num_kv_heads, batch)
@@ -246,5 +247,6 @@ def launch(
         merge_plan = Plan(*plan)
         dynamic_kernel[plan[2].shape[0],](rows, kv, merge_plan, num_kv_heads, scale, **loop)
     if plan is not None or num_splits > 1:
-        grid = (num_kv_heads, batch)
-        merge_kernel[grid](rows, merge_plan, num_splits, num_kv_heads, **shape, QUANT=quant, DYNAMIC=plan is not None)
+        merge_kernel[rows_per_pair, num_kv_heads, batch](
+            rows, merge_plan, num_splits, num_kv_heads, **shape, DYNAMIC=plan is not None, BLOCK=16
+        )
