@@ -19,7 +19,9 @@ GREY = "#999999"
 
 COLORS = {
     "hopper": VERMILION,
+    "hopper/static": "#EE9F6B",
     "portable": ORANGE,
+    "portable/static": "#F7D48A",
     "reference": GREY,
     "hpc_ops": BLUE,
     "hpc_ops/static": SKY,

@@ -59,8 +59,9 @@ def test_protocol_scatter_shows_pairs_and_the_study(measuring):
 def test_decode_bars_are_the_records():
     frame = figures.recorded("decode")
     figure = figures.decode_times(frame, Ceilings(4.27, 679, 1312))
-    heights = sorted(p.get_height() for p in figure.axes[0].patches)
-    rows = latest(frame).query("protocol == 'steady' and dtype == 'bf16' and num_query_tokens == 1 and layout == 'NHD'")
+    heights = sorted(p.get_height() for p in figure.axes[0].patches if p.get_height() > 0)  # NaN: not measured
+    rows = latest(frame).query("protocol == 'steady' and dtype == 'bf16' and num_query_tokens == 1")
+    rows = rows[(rows.layout == "NHD") & (rows.page_size == 64)]
     assert len(rows) >= 27 and heights == pytest.approx(sorted(rows.median_us))
 
 
