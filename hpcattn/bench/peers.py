@@ -39,7 +39,6 @@ class Adapter:
     name: str
     schedule = "-"
     module: str | tuple[str, ...] = ()
-    distribution: str = ""
     ours = False
     capturable = True  # by a CUDA graph
 
@@ -66,7 +65,7 @@ class Adapter:
         return True, self.version()
 
     def version(self) -> str:
-        return package_version(self.distribution)
+        return package_version(self.imported().__name__.partition(".")[0])
 
     def supports(self, workload: Workload) -> bool:
         raise NotImplementedError
@@ -135,7 +134,6 @@ class TorchSDPA(Adapter):
 
     name: str
     backend: SDPBackend
-    distribution = "torch"
     module = "torch"
 
     def available(self) -> tuple[bool, str]:
@@ -184,7 +182,6 @@ class FlashAttention3(Adapter):
     contiguous: bool = False
     name = "flash_attn_3"
     module = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
-    distribution = "flash_attn_3"
 
     def supports(self, workload: Workload) -> bool:
         uniform = len(set(workload.kv_lens)) == 1
@@ -217,7 +214,6 @@ class FlashInfer(Adapter):
 
     name = "flashinfer"
     module = "flashinfer"
-    distribution = "flashinfer-python"
     workspace_bytes = 256 << 20
 
     def supports(self, workload: Workload) -> bool:
@@ -255,7 +251,6 @@ class HpcOps(Adapter):
     schedule: str = "-"
     name = "hpc_ops"
     module = "hpc"
-    distribution = "hpc-ops"
 
     def supports(self, workload: Workload) -> bool:
         decode = workload.suite == "decode" and workload.page_size == 64

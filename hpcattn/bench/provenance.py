@@ -6,7 +6,8 @@ import secrets
 import subprocess
 from contextlib import suppress
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import torch
@@ -55,12 +56,10 @@ def clock_mhz() -> float:
         return float("nan")
 
 
-def package_version(name: str) -> str:
-    """Version of an installed distribution, "-" if there is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "-"
+@cache
+def package_version(module: str) -> str:
+    """Version of the distribution that installed a top-level module, "-" if none did."""
+    return next((version(name) for name in packages_distributions().get(module, ())), "-")
 
 
 def git_commit() -> str:
