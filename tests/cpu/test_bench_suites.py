@@ -44,7 +44,8 @@ def test_portable_kernels_are_checked_and_timed(tmp_path, one_workload, capsys):
 
 
 class Wrong(Adapter):
-    name, distribution = "hopper", "a-peer"
+    name = "hopper"
+    module = "torch"
 
     def __init__(self, result):
         self.result = result

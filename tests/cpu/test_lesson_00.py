@@ -263,6 +263,25 @@ def test_a_floor_explains_single_better_than_a_constant(pairs):
     assert min((small.reported - m).abs().mean() for m in models) < constant
 
 
+def test_the_floor_of_the_same_measurement_explains_single_best():
+    pairs = sim.protocol_pairs(records.load(*(records.DATA / "h200" / f"{n}.csv" for n in ("decode", "prefill"))))
+    small = pairs[pairs.same_run & (pairs.steady < 60)]
+    assert len(small) > 50 and small.floor.notna().all()
+    added = np.arange(0, 6, 0.1)
+    constant = (small.delta - small.delta.median()).abs().mean()
+    fitted = min(
+        (small.reported - np.maximum(floor, small.steady + d)).abs().mean() for floor in range(20) for d in added
+    )
+    own = min((small.reported - np.maximum(small.floor, small.steady + d)).abs().mean() for d in added)
+    assert own < 0.5 * fitted and own < 0.5 * constant
+
+
+def test_floors_differ_between_recorded_runs():
+    floors = sim.floors().set_index("protocol")
+    assert (floors.low <= floors.high).all() and (floors.measurements > 0).all()
+    assert floors.loc["single"].high.max() > 1.5 * floors.loc["single"].low.min() > 5 * floors.loc["steady"].high.max()
+
+
 def test_protocols_disagree_about_the_schedules_on_the_smallest_workload():
     ratios = records.compare(peers(), "hpc_ops/static", "hpc_ops/dynamic")
     bf16 = {"case": "uniform_512", "dtype": "bf16", "layout": "NHD", "num_query_tokens": 1}
@@ -325,8 +344,9 @@ def test_every_figure_draws_what_the_study_records(recorded_folder, pairs, monke
             draw.draw_clock_ramp(of("clock_ramp"), source),
             draw.draw_wrapper(loops, of("wrapper"), 1.0, source),
             draw.draw_graph_sizes(points, of("calls_per_graph"), source),
+            draw.draw_spread(of("spread"), source) if len(of("spread")) else draw.draw_clock_ramp(of("clock_ramp"), ""),
             draw.draw_l2(sets, of("working_set"), 6, source),
-            draw.draw_protocols(pairs, pairs.head(3), (0.7, 17), (15, 2), of("protocols"), source),
+            draw.draw_protocols(pairs, pairs.head(3), (0.7, 17), (10, 17), 2.0, of("protocols"), source),
         ]
         assert all(isinstance(figure, Figure) for figure in drawn)
         if source == "recorded":
