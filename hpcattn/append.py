@@ -12,7 +12,9 @@ from hpcattn.validation import (
     check_block_table,
     check_cache,
     check_content,
+    check_options,
     check_seq_lens,
+    check_starts,
     check_tensor,
     check_value,
     resolve_implementation,
@@ -38,11 +40,14 @@ def append_tokens(
 
     k_new, v_new: `[tokens, num_kv_heads, head_dim]` in the cache's dtype, requests one after another, last dimension
         dense: `num_query_tokens` of them each, or as cu_seqlens_q (int32 `[batch + 1]`) says.
-    seq_lens: int32 `[batch]`, the new tokens included. Tokens at negative positions, and those of a request longer than
-        its row of the block table can list, are dropped.
-    k_scale: float32 `[tokens, num_kv_heads]`, for a cache that carries type 0 scales.
+    seq_lens: int32 `[batch]`, the new tokens included. Tokens at negative positions, those of a request longer than its
+        row of the block table can list, and those behind the last of cu_seqlens_q are dropped.
+    k_scale: float32 `[tokens, num_kv_heads]`, for a cache that carries type 0 scales. `torch.compile` takes such a
+        cache only if its scales are separate: it refuses to change one memory through views of two dtypes.
     Raises TypeError or ValueError naming the argument, before any launch.
     """
+    check_options(check_inputs, None)
+    check_value("num_query_tokens", num_query_tokens, num_query_tokens >= 1, "a positive integer")
     device = seq_lens.device if isinstance(seq_lens, Tensor) else torch.device("cpu")
     check_cache(cache, device)
     check_seq_lens(seq_lens, device)
@@ -62,7 +67,10 @@ def append_tokens(
             0, k_new.shape[0] + 1, num_query_tokens, dtype=torch.int32, device=device
         )  # one step of decode
     check_tensor("cu_seqlens_q", cu_seqlens_q, shape=(batch + 1,), dtype=torch.int32, device=device, contiguous=True)
-    check_content(check_inputs, cache, block_table, seq_lens)
+    check_value("k_new", list(k_new.shape), batch > 0 or k_new.shape[0] == 0, "empty for an empty batch")
+    if check_inputs == "full":
+        check_starts(cu_seqlens_q, k_new.shape[0])
+        check_content(cache, block_table, seq_lens)
     implementation, _ = resolve_implementation(implementation, device, operator="append_tokens")
     torch.ops.hpcattn.append(
         k_new, v_new, block_table, cu_seqlens_q, seq_lens, k_scale, implementation, cache.k, cache.v, cache.k_scale

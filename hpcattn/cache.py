@@ -119,13 +119,17 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages. Raises MemoryError if fewer are free."""
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
         if count > len(self._free):
             raise MemoryError(f"{count} pages wanted, {len(self._free)} free: release finished requests or add pages")
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back; the last ones released are the first ones reused."""
+        """Give pages back; the last ones released are the first ones reused. Raises ValueError for a free page."""
+        if set(pages) & set(self._free):
+            raise ValueError(f"pages {sorted(set(pages) & set(self._free))} are free already")
         self._free = [*reversed(pages), *self._free]
 
 
@@ -164,7 +168,7 @@ def quantize_cache(
 ) -> tuple[PagedKVCache, Tensor | None, Tensor]:
     """Quantize a bf16 cache to fp8 type 0 or type 1, keeping its layout.
 
-    Unused slots that hold NaN stay NaN and do not enter any scale.
+    Unused slots that hold NaN or Inf do not enter any scale; NaN stays NaN.
     k_scales: where type 0 puts the K scales, `"page"` (decode) or `"separate"` (prefill).
     Returns (cache, k scale `[1]` or None for type 0, v scale `[num_kv_heads]` or `[1]`).
     """
@@ -180,9 +184,9 @@ def quantize_cache(
     quantize_k, quantize_v = (
         (quantize_per_token_head, quantize_per_head) if quant == "type0" else (quantize_per_tensor, quantize_per_tensor)
     )
-    _, v_scale = quantize_v(cache.v.nan_to_num(0.0))
+    _, v_scale = quantize_v(cache.v.nan_to_num(0.0, 0.0, 0.0))
     out.v.copy_(to_fp8(cache.v, v_scale))
-    _, k_scale = quantize_k(cache.k.nan_to_num(0.0))
+    _, k_scale = quantize_k(cache.k.nan_to_num(0.0, 0.0, 0.0))
     out.k.copy_(to_fp8(cache.k, k_scale))
     if quant == "type1":
         return out, k_scale, v_scale

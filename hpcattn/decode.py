@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,12 +11,13 @@ from hpcattn.kernels.portable import decode as portable
 from hpcattn.ops import define_operator
 from hpcattn.quantization import Scales
 from hpcattn.reference import attention_decode_reference
-from hpcattn.schedule import DecodePlan, multiprocessors, plan_decode, saturating_splits
+from hpcattn.schedule import DecodePlan, check_plan, multiprocessors, plan_decode, saturating_splits
 from hpcattn.validation import (
     check_block_table,
     check_cache,
     check_content,
     check_heads,
+    check_options,
     check_out,
     check_scales,
     check_seq_lens,
@@ -49,7 +48,7 @@ def attention_decode(
     implementation: str = "auto",
     check_inputs: str = "shapes",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the S newest tokens of every request over its pages, the new tokens included.
+    """Attention of the S newest tokens of every request over its pages, the new tokens included. For inference only.
 
     Query i of S sits at position L - S + i of a request of length L and sees the keys up to it. A query that sees
     nothing (L = 0, or L < S for the first ones) gives 0 and LSE -inf. Whatever lies outside `seq_lens`, in unused
@@ -61,29 +60,33 @@ def attention_decode(
         that `plan` was not built for, gives NaN rows, never truncated attention.
     scales: for fp8, see `Scales`; scales.q is `[batch * S, num_q_heads]`.
     softmax_scale: `head_dim ** -0.5` if None.
-    plan: a `plan_decode` result; selects the dynamic schedule. schedule: `"auto"` (dynamic with a plan, else static),
+    plan: a `plan_decode` result; selects the dynamic schedule of the kernels (the reference has none).
+    schedule: `"auto"` (dynamic with a plan, else static),
         `"static"`, or `"dynamic"` (builds a plan if none is given). num_splits: chunks per pair of the static schedule.
     out: bf16 `[batch * S, num_q_heads, head_dim]`, lse: float32 `[batch * S, num_q_heads]`, both contiguous, and
-        workspace: float32, see `decode_workspace`; with all three given nothing is allocated.
+        workspace: float32, see `decode_workspace`. With all three given, and a plan or the static schedule, nothing
+        is allocated.
     implementation: `"auto"`, `"reference"` (float64, rounded at the end), `"portable"`, `"hopper"`.
     check_inputs: `"shapes"` never waits for the device; `"full"` also checks lengths and table entries, and does.
     Returns o, or (o, lse) with return_lse; LSE is the natural-log log-sum-exp of the scaled scores.
     Raises TypeError or ValueError naming the argument, before anything is launched.
     """
+    check_options(check_inputs, softmax_scale)
     call = _resolve(
-        q, cache, block_table, seq_lens, scales, num_query_tokens, plan, schedule, num_splits, implementation,
-        check_inputs,
-    )  # fmt: skip
+        q, cache, block_table, seq_lens, scales, num_query_tokens, plan, schedule, num_splits, implementation
+    )
     check_out(q, out, lse)
+    if check_inputs == "full":
+        check_content(cache, block_table, seq_lens)
+    if call["schedule"] == "dynamic" and plan is None:
+        capacity = block_table.shape[1] * cache.page_size
+        kind = call["implementation"]
+        plan = plan_decode(seq_lens, cache.num_kv_heads, max_seq_len=capacity, implementation=kind)
     if workspace is not None:
+        floats = _num_floats(q, cache, seq_lens, call["num_splits"], plan)
+        enough = workspace.numel() >= floats
         check_tensor("workspace", workspace, shape=(None,), dtype=torch.float32, device=q.device, contiguous=True)
-    if call.schedule == "dynamic" and plan is None:
-        plan = plan_decode(
-            seq_lens,
-            cache.num_kv_heads,
-            max_seq_len=block_table.shape[1] * cache.page_size,
-            implementation=call.implementation,
-        )
+        check_value("workspace", list(workspace.shape), enough, f"[{floats}] or longer, see decode_workspace")
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -99,8 +102,8 @@ def attention_decode(
         *((None, None, None) if plan is None else (plan.header, plan.offsets, plan.starts)),
         num_query_tokens,
         cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        call.num_splits,
-        call.implementation,
+        call["num_splits"],
+        call["implementation"],
         workspace,
         out,
         lse,
@@ -108,27 +111,18 @@ def attention_decode(
     return (out, lse) if return_lse else out
 
 
-class _Call(NamedTuple):
-    """What a decode call runs, and why."""
-
-    implementation: str
-    schedule: str
-    num_splits: int
-    why_implementation: str
-    why_schedule: str
-    why_splits: str
-
-
+@explains(attention_decode)
 def _resolve(
-    q, cache, block_table, seq_lens, scales, num_query_tokens, plan, schedule, num_splits, implementation, check_inputs
-) -> _Call:  # fmt: skip
+    q, cache, block_table, seq_lens, scales, num_query_tokens, plan, schedule, num_splits, implementation
+) -> Explanation:
     """Check everything but the buffers, and settle every "auto"."""
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     check_cache(cache, device)
-    check_value("num_query_tokens", num_query_tokens, num_query_tokens in range(1, 6), "an integer from 1 to 5")
+    check_value("num_query_tokens", num_query_tokens, num_query_tokens in (1, 2, 3, 4, 5), "an integer from 1 to 5")
     check_seq_lens(seq_lens, device)
     batch = seq_lens.shape[0]
-    shape = (batch * num_query_tokens, None, cache.head_dim)
+    check_value("seq_lens", [batch], batch < 65536, "at most 65535 requests long")
+    shape = (batch * int(num_query_tokens), None, cache.head_dim)
     check_tensor(
         "q", q, shape=shape, dtype=cache.dtype, device=device, axes="batch * S, num_q_heads, head_dim", dense=True
     )
@@ -137,63 +131,50 @@ def _resolve(
     check_scales(scales, cache, (tuple(q.shape[:2]),), device)
     check_value("schedule", schedule, schedule in ("auto", "static", "dynamic"), "'auto', 'static' or 'dynamic'")
     if plan is not None:
-        check_value(
-            "plan", plan.num_kv_heads, plan.num_kv_heads == cache.num_kv_heads, f"for {cache.num_kv_heads} KV heads"
-        )
-        check_tensor(
-            "plan.offsets", plan.offsets, shape=(batch + 1,), dtype=torch.int32, device=device, axes="batch + 1"
-        )
+        check_plan(plan, batch, device)
+        fits = plan.num_kv_heads == cache.num_kv_heads
+        check_value("plan", plan.num_kv_heads, fits, f"for {cache.num_kv_heads} KV heads")
         check_value("schedule", schedule, schedule != "static", "'dynamic' or 'auto' when a plan is given")
-    check_value("num_splits", num_splits, num_splits is None or num_splits >= 1, "None or a positive integer")
-    check_content(check_inputs, cache, block_table, seq_lens)
+    whole = num_splits is None or (num_splits == int(num_splits) and num_splits >= 1)
+    check_value("num_splits", num_splits, whole, "None or a positive integer")
 
-    implementation, why_implementation = resolve_implementation(implementation, device, operator="attention_decode")
-    if schedule != "auto":
-        why_schedule = "as asked"
+    if schedule == "auto":
+        chosen = ("static", "no plan was given") if plan is None else ("dynamic", "a plan was given")
     else:
-        schedule = "static" if plan is None else "dynamic"
-        why_schedule = "no plan was given" if plan is None else "a plan was given"
-    why_splits = "as asked"
-    if schedule == "dynamic":
-        num_splits, why_splits = 1, "chunks come from the plan"
+        chosen = (schedule, "as asked")
+    splits = (num_splits, "as asked")
+    if chosen[0] == "dynamic":
+        splits = (1, "chunks come from the plan")
     elif num_splits is None:
-        num_splits = saturating_splits(batch, cache.num_kv_heads, block_table.shape[1] * cache.page_size, device)
-        why_splits = f"{batch * cache.num_kv_heads} pairs, {multiprocessors(device)} multiprocessors"
-    return _Call(implementation, schedule, num_splits, why_implementation, why_schedule, why_splits)
-
-
-@explains(attention_decode)
-def _explain(
-    q, cache, block_table, seq_lens, *, scales=None, num_query_tokens=1, plan=None, schedule="auto", num_splits=None,
-    implementation="auto", check_inputs="shapes", **_,
-) -> Explanation:  # fmt: skip
-    call = _resolve(
-        q, cache, block_table, seq_lens, scales, num_query_tokens, plan, schedule, num_splits, implementation,
-        check_inputs,
-    )  # fmt: skip
-    choices = {
-        "implementation": (call.implementation, call.why_implementation),
-        "schedule": (call.schedule, call.why_schedule),
-        "num_splits": (call.num_splits, call.why_splits),
-    }
-    return Explanation("attention_decode", choices)
+        capacity = block_table.shape[1] * cache.page_size
+        why = f"{batch * cache.num_kv_heads} pairs, {multiprocessors(device)} multiprocessors"
+        splits = (saturating_splits(batch, cache.num_kv_heads, capacity, device), why)
+    kind = resolve_implementation(implementation, device, operator="attention_decode")
+    return Explanation("attention_decode", {"implementation": kind, "schedule": chosen, "num_splits": splits})
 
 
 def decode_workspace(
-    batch: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    q: Tensor,
+    cache: PagedKVCache,
+    block_table: Tensor,
+    seq_lens: Tensor,
     *,
+    scales: Scales | None = None,
     num_query_tokens: int = 1,
-    num_splits: int = 1,
     plan: DecodePlan | None = None,
-    device: torch.device | str = "cpu",
+    num_splits: int | None = None,
 ) -> Tensor:
-    """A float32 workspace large enough for such a call; one may serve all layers of a step, one after another."""
-    slots = portable.num_states(batch * num_kv_heads, num_splits, None if plan is None else plan.num_ctas)
-    rows = num_query_tokens * num_q_heads // num_kv_heads
-    return torch.empty(max(1, slots * rows * (head_dim + 2)), dtype=torch.float32, device=device)
+    """The float32 workspace of `attention_decode` with these arguments; one serves all layers of a step in turn."""
+    call = _resolve(q, cache, block_table, seq_lens, scales, num_query_tokens, plan, "auto", num_splits, "auto")
+    floats = _num_floats(q, cache, seq_lens, call["num_splits"], plan)
+    return torch.empty(floats, dtype=torch.float32, device=q.device)
+
+
+def _num_floats(q: Tensor, cache: PagedKVCache, seq_lens: Tensor, num_splits: int, plan: DecodePlan | None) -> int:
+    """Length of the workspace: each partial state has (acc, m, l) for every row of a pair."""
+    pairs = seq_lens.shape[0] * cache.num_kv_heads
+    rows = q.shape[0] * q.shape[1] // max(1, pairs)
+    return portable.num_states(pairs, num_splits, None if plan is None else plan.num_ctas) * rows * (cache.head_dim + 2)
 
 
 def _decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ _explainers: dict[Callable, Callable[..., Explanation]] = {}
 
 
 def explains(operator: Callable) -> Callable:
-    """Decorate the function that explains `operator`; it takes the same arguments."""
+    """Decorate the function that settles the choices of `operator`; it takes some of its arguments, by name."""
     return lambda explainer: _explainers.setdefault(operator, explainer)
 
 
@@ -40,4 +41,7 @@ def explain(operator: Callable, *args, **kwargs) -> Explanation:
     if operator not in _explainers:
         names = ", ".join(sorted(f.__name__ for f in _explainers))
         raise ValueError(f"operator must be one of {names}, got {getattr(operator, '__name__', operator)!r}")
-    return _explainers[operator](*args, **kwargs)
+    bound = inspect.signature(operator).bind(*args, **kwargs)
+    bound.apply_defaults()
+    explainer = _explainers[operator]
+    return explainer(**{name: bound.arguments[name] for name in inspect.signature(explainer).parameters})

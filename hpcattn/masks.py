@@ -48,8 +48,9 @@ def random_block_mask(
     visible = causal_tiles(q_len, kv_len)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(batch, num_q_heads, *visible.shape, generator=generator) >= drop
-    frontier = visible.sum(1).sub(1).clamp_min(0)
-    mask[:, :, torch.arange(visible.shape[0]), frontier] = True
+    if kv_len:
+        frontier = visible.sum(1).sub(1).clamp_min(0)
+        mask[:, :, torch.arange(visible.shape[0]), frontier] = True
     return mask.to(torch.uint8).to(device)
 
 

@@ -18,6 +18,11 @@ def define_operator(schema: str, fn: Callable[..., None]) -> None:
     """Register `hpcattn::name(arguments) -> ()` for CPU and CUDA tensors."""
     name = schema.partition("(")[0]
     _library.define(f"{schema} -> ()", tags=torch.Tag.pt2_compliant_tag)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, fn, key)
+
+    def on_its_device(x: torch.Tensor, *args) -> None:  # Triton launches on the current device and stream
+        with torch.cuda.device(x.device):
+            fn(x, *args)
+
+    _library.impl(name, fn, "CPU")
+    _library.impl(name, on_its_device, "CUDA")
     torch.library.register_fake(f"hpcattn::{name}", lambda *args: None, lib=_library)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,9 +17,11 @@ from hpcattn.validation import (
     check_content,
     check_heads,
     check_kv,
+    check_options,
     check_out,
     check_scales,
     check_seq_lens,
+    check_starts,
     check_tensor,
     check_value,
     resolve_implementation,
@@ -46,7 +46,7 @@ def attention_prefill(
     implementation: str = "auto",
     check_inputs: str = "shapes",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention, aligned bottom-right, of a ragged batch.
+    """Causal attention, aligned bottom-right, of a ragged batch. For inference only.
 
     The n queries of a request of length L sit at positions L - n ... L - 1. A query that sees nothing (more queries
     than keys, or no active tile) gives 0 and LSE -inf; what lies outside `seq_lens` is never read into the result.
@@ -54,8 +54,9 @@ def attention_prefill(
     q: bf16 or e4m3 `[total_q, num_q_heads, head_dim]`, requests one after another, last dimension dense.
     kv: a `PagedKVCache` with block_table int32 `[batch, max_pages]` and seq_lens int32 `[batch]` (all keys, the current
         queries included), or a bf16 `PackedKV` with block_table and seq_lens None (self-attention).
-    cu_seqlens_q: int32 `[batch + 1]`, where each request's queries start.
-    scales: for fp8, see `Scales`; scales.q is `[total_q, num_q_heads]` or HPC-Ops' padded `[batch, num_q_heads, pad]`.
+    cu_seqlens_q: int32 `[batch + 1]`, where each request's queries start; rows of q behind the last are not computed.
+    scales: for fp8, see `Scales`; scales.q is `[total_q, num_q_heads]` or HPC-Ops' padded `[batch, num_q_heads, pad]`,
+        where a request of more than `pad` queries gives NaN.
     softmax_scale: `head_dim ** -0.5` if None.
     block_mask: uint8 `[batch, num_q_heads, ceil(longest q / 128), ceil(longest kv / 128)]`, see `hpcattn.masks`. A
         query tile whose causal range is wider than the mask gives NaN, never a guess.
@@ -63,8 +64,11 @@ def attention_prefill(
     implementation, check_inputs: as in `attention_decode`.
     Returns o, or (o, lse) with return_lse. Raises TypeError or ValueError naming the argument, before any launch.
     """
-    call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation, check_inputs)
+    check_options(check_inputs, softmax_scale)
+    call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation)
     check_out(q, out, lse)
+    if check_inputs == "full":
+        _check_content(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask)
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -81,39 +85,30 @@ def attention_prefill(
         None if scales is None else scales.v,
         block_mask,
         q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        call.implementation,
+        call["implementation"],
         out,
         lse,
     )
     return (out, lse) if return_lse else out
 
 
-class _Call(NamedTuple):
-    implementation: str
-    why: str
-
-
-def _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation, check_inputs) -> _Call:
+@explains(attention_prefill)
+def _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation) -> Explanation:
     """Check everything but the buffers, and settle "auto"."""
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    paged = isinstance(kv, PagedKVCache)
+    total = q.shape[0] if isinstance(q, Tensor) and q.dim() else 0
+    check_kv(kv, device, total=total)
+    shape, axes = (None, None, kv.k.shape[-1]), "total_q, num_q_heads, head_dim"
+    check_tensor("q", q, shape=shape, dtype=kv.k.dtype, device=device, axes=axes, dense=True)
     check_tensor("cu_seqlens_q", cu_seqlens_q, shape=(None,), dtype=torch.int32, device=device, contiguous=True)
     batch = cu_seqlens_q.shape[0] - 1
-    check_value("cu_seqlens_q", list(cu_seqlens_q.shape), batch >= 0, "[batch + 1] long")
-    dtype = kv.k.dtype if isinstance(kv, PagedKVCache | PackedKV) else torch.bfloat16
-    check_tensor(
-        "q", q, shape=(None,) * 3, dtype=dtype, device=device, axes="total_q, num_q_heads, head_dim", dense=True
-    )
-    check_kv(kv, device, total=q.shape[0])
-    check_value("q.shape[2]", q.shape[2], q.shape[2] == kv.k.shape[-1], f"{kv.k.shape[-1]}, the head_dim of kv")
+    check_value("cu_seqlens_q", [batch + 1], batch > 0 or (batch == 0 and total == 0), "[batch + 1] long")
     check_heads(q.shape[1], kv.k.shape[-2])
-    q_scale_shapes = (tuple(q.shape[:2]), (batch, q.shape[1], None))
-    check_scales(scales, kv, q_scale_shapes, device)
-    if paged:
+    check_scales(scales, kv, (tuple(q.shape[:2]), (batch, q.shape[1], None)), device)
+    if isinstance(kv, PagedKVCache):
         check_seq_lens(seq_lens, device)
         check_value("seq_lens", list(seq_lens.shape), seq_lens.shape[0] == batch, f"[{batch}] long, like cu_seqlens_q")
         check_block_table(block_table, batch, device)
-        check_content(check_inputs, kv, block_table, seq_lens)
     else:
         check_value("block_table", block_table, block_table is None, "None for packed keys and values")
         check_value("seq_lens", seq_lens, seq_lens is None, "None for packed keys and values")
@@ -121,33 +116,27 @@ def _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, imp
         axes = f"batch, num_q_heads, ceil(longest q / {MASK_TILE}), ceil(longest kv / {MASK_TILE})"
         shape = (batch, q.shape[1], None, None)
         check_tensor("block_mask", block_mask, shape=shape, dtype=torch.uint8, device=device, axes=axes, dense=True)
-    if check_inputs == "full":
-        _check_ranges(q, cu_seqlens_q, seq_lens, block_mask)
-    return _Call(*resolve_implementation(implementation, device, operator="attention_prefill"))
+    tiles = ("dense", "no block mask") if block_mask is None else ("block mask", "masked tiles are skipped")
+    kind = resolve_implementation(implementation, device, operator="attention_prefill")
+    return Explanation("attention_prefill", {"implementation": kind, "tiles": tiles})
 
 
-def _check_ranges(q: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor | None, block_mask: Tensor | None) -> None:
-    """cu_seqlens_q rises from 0 to total_q, and the mask covers every causal range. Reads device memory."""
-    starts = cu_seqlens_q.tolist()
-    rises = starts == sorted(starts) and starts[0] == 0 and starts[-1] == q.shape[0]
-    check_value("cu_seqlens_q", starts, rises, f"rising from 0 to total_q = {q.shape[0]}")
-    if block_mask is None:
-        return
-    q_lens = [b - a for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    rows = -(-max(q_lens, default=0) // MASK_TILE)
-    columns = -(-max((q_lens if seq_lens is None else seq_lens.tolist()), default=0) // MASK_TILE)
-    fits = block_mask.shape[2] >= rows and block_mask.shape[3] >= columns
-    check_value("block_mask", list(block_mask.shape), fits, f"[batch, num_q_heads, >= {rows}, >= {columns}]")
-
-
-@explains(attention_prefill)
-def _explain(
-    q, kv, block_table, cu_seqlens_q, seq_lens, *, scales=None, block_mask=None, implementation="auto",
-    check_inputs="shapes", **_,
-) -> Explanation:  # fmt: skip
-    call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation, check_inputs)
-    sparsity = ("dense", "no block mask") if block_mask is None else ("block mask", "masked tiles are skipped")
-    return Explanation("attention_prefill", {"implementation": tuple(call), "tiles": sparsity})
+def _check_content(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask) -> None:
+    """Starts, lengths and table entries are in range; padded scales and the mask are large enough. Waits."""
+    starts = check_starts(cu_seqlens_q, q.shape[0])
+    q_lens = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True)]
+    kv_lens = q_lens
+    if seq_lens is not None:
+        check_content(kv, block_table, seq_lens)
+        kv_lens = seq_lens.tolist()
+    longest = max(q_lens, default=0)
+    if scales is not None and scales.q.dim() == 3:
+        wide = scales.q.shape[2] >= longest
+        check_value("scales.q", list(scales.q.shape), wide, f"[batch, num_q_heads, >= {longest}]")
+    if block_mask is not None:
+        rows, columns = -(-longest // MASK_TILE), -(-max(kv_lens, default=0) // MASK_TILE)
+        fits = block_mask.shape[2] >= rows and block_mask.shape[3] >= columns
+        check_value("block_mask", list(block_mask.shape), fits, f"[batch, num_q_heads, >= {rows}, >= {columns}]")
 
 
 def _prefill(

@@ -126,7 +126,9 @@ def pad_q_scale(q_scale: Tensor, cu_seqlens_q: Tensor, pad: int) -> Tensor:
 
 
 def unpad_q_scale(q_scale: Tensor, cu_seqlens_q: Tensor) -> Tensor:
-    """Inverse of `pad_q_scale`: `[batch, heads, pad]` -> `[tokens, heads]`."""
+    """Inverse of `pad_q_scale`: `[batch, heads, pad]` -> `[tokens, heads]`; zero for tokens beyond `pad`."""
     bounds = cu_seqlens_q.tolist()
-    rows = [q_scale[b, :, : stop - start].T for b, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))]
-    return torch.cat(rows)
+    rows = q_scale.new_zeros(bounds[-1], q_scale.shape[1])
+    for b, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        rows[start : min(stop, start + q_scale.shape[2])] = q_scale[b, :, : stop - start].T
+    return rows

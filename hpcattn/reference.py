@@ -96,22 +96,21 @@ def attention_prefill_reference(
     """
     bounds = cu_seqlens_q.tolist()
     if scales is not None:
-        q_scale = scales.q if scales.q.dim() == 2 else unpad_q_scale(scales.q, cu_seqlens_q)
+        q_scale = scales.q if scales.q.dim() == 2 else unpad_q_scale(scales.q, cu_seqlens_q)[: q.shape[0]]
         q = dequantize(q, q_scale)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     o = q.new_zeros(q.shape, dtype=torch.float64)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float64)
     for b, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        if seq_lens is not None and not 0 <= int(seq_lens[b]) <= block_table.shape[1] * kv.page_size:
+        padded = scales is not None and scales.q.dim() == 3 and scales.q.shape[2] < stop - start
+        if padded or (seq_lens is not None and not 0 <= int(seq_lens[b]) <= block_table.shape[1] * kv.page_size):
             o[start:stop], lse[start:stop] = math.nan, math.nan
             continue
         k, v = _keys_and_values(kv, block_table, b, start, stop, seq_lens, scales)
         kv_len, num_kv_heads = k.shape[:2]
-        if not (kv_len and stop > start):
-            continue
         group = q.shape[1] // num_kv_heads
-        step = max(1, _MAX_SCORES // (kv_len * group))
-        for h in range(num_kv_heads):
+        step = max(1, _MAX_SCORES // max(1, kv_len * group))
+        for h in range(num_kv_heads if kv_len else 0):
             heads = slice(h * group, (h + 1) * group)
             tiles = None if p_model is None else list(p_model.tiles(b, h, kv_len))
             for first in range(start, stop, step):
@@ -164,8 +163,9 @@ def _beyond_mask(q_len: int, kv_len: int, block_mask: Tensor) -> Tensor:
 def _attend(s: Tensor, v: Tensor, tiles: list[list[slice]] | None) -> tuple[Tensor, Tensor]:
     """Softmax of masked scores `[..., kv_len]` applied to v `[kv_len, head_dim]`: (o, lse)."""
     lse = s.logsumexp(-1)
+    blind = lse == -math.inf  # rows that see nothing: avoids -inf - -inf
     if tiles is None:
-        return s.softmax(-1).nan_to_num(0.0) @ v, lse
+        return torch.exp(s - lse.masked_fill(blind, 0.0)[..., None]) @ v, lse
     o = torch.zeros_like(s[..., :1] @ v[:1])
     for chunk in tiles:
         m = torch.full_like(lse, -math.inf)
@@ -177,6 +177,5 @@ def _attend(s: Tensor, v: Tensor, tiles: list[list[slice]] | None) -> tuple[Tens
             p = (p * P_SCALE).float().to(FP8).double() / P_SCALE
             acc = acc * torch.exp(m - shift)[..., None] + p @ v[tile]
             m = m_new
-        weight = torch.exp(m - lse).nan_to_num(0.0)  # -inf - -inf where nothing is visible
-        o += acc * weight[..., None]
+        o += acc * torch.exp(m - lse.masked_fill(blind, 0.0))[..., None]
     return o, lse

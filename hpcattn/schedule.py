@@ -1,8 +1,8 @@
 """The decode schedule: which CTA attends to which tiles of which (request, KV head) pair.
 
 Lay the 64-token tiles of all pairs end to end, request by request and head by head. CTA c takes tiles
-`[c * quota, (c + 1) * quota)` of that line, with `quota = max(ceil(total / num_ctas), min_quota)`: every CTA but the
-last has the same work, whatever the lengths. Three small int32 tensors say all there is to say:
+`[c * quota, (c + 1) * quota)` of that line, with `quota = max(ceil(total / num_ctas), min_quota)`: every CTA that has
+work has the same, but for the last, whatever the lengths. Three small int32 tensors say all there is to say:
 
 * `header` = (quota, total tiles of all pairs, number of requests whose length is out of range, 0);
 * `offsets[b]`, `[batch + 1]`: tiles of the requests before b, counted for one head;
@@ -23,7 +23,7 @@ from torch import Tensor
 from hpcattn.kernels.portable import plan as portable
 from hpcattn.kernels.portable.decode import TILE
 from hpcattn.ops import define_operator
-from hpcattn.validation import check_seq_lens, check_value, resolve_implementation
+from hpcattn.validation import check_seq_lens, check_tensor, check_value, resolve_implementation
 
 __all__ = ["DecodePlan", "plan_chunks", "plan_decode", "plan_decode_reference", "saturating_splits", "static_chunks"]
 
@@ -76,13 +76,17 @@ def plan_decode(
     check_seq_lens(seq_lens)
     batch = seq_lens.shape[0]
     if out is None:
-        check_value("num_kv_heads", num_kv_heads, num_kv_heads >= 1, "a positive integer")
-        num_ctas = num_ctas or CTAS_PER_SM * multiprocessors(seq_lens.device)
+        num_ctas = CTAS_PER_SM * multiprocessors(seq_lens.device) if num_ctas is None else num_ctas
+        # so that no tile number exceeds 32 bits
+        check_value("num_kv_heads", num_kv_heads, 1 <= num_kv_heads <= 1024, "an integer from 1 to 1024")
+        check_value("num_ctas", num_ctas, 1 <= num_ctas <= 65536, "an integer from 1 to 65536")
+        check_value("min_quota", min_quota, 1 <= min_quota <= 16384, "an integer from 1 to 16384")
+        check_value("max_seq_len", max_seq_len, 0 <= max_seq_len <= 2**30, "an integer from 0 to 2**30")
         header, offsets, starts = (
             torch.empty(n, dtype=torch.int32, device=seq_lens.device) for n in (4, batch + 1, num_ctas)
         )
         out = DecodePlan(header, offsets, starts, num_kv_heads, max_seq_len, min_quota)
-    check_value("out", out.offsets.shape[0] - 1, out.offsets.shape[0] == batch + 1, f"a plan for {batch} requests")
+    check_plan(out, batch, seq_lens.device)
     check_value(
         "num_kv_heads", num_kv_heads, num_kv_heads == out.num_kv_heads, f"{out.num_kv_heads}, as the plan in out"
     )
@@ -99,6 +103,16 @@ def plan_decode(
         out.starts,
     )
     return out
+
+
+def check_plan(plan: DecodePlan, batch: int, device: torch.device) -> None:
+    """A plan must be one for `batch` requests, on `device`, and for the tiles of the kernels."""
+    if not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan must be a DecodePlan, got {type(plan).__name__}")
+    for name, n in (("header", 4), ("offsets", batch + 1), ("starts", None)):
+        x = getattr(plan, name)
+        check_tensor(f"plan.{name}", x, shape=(n,), dtype=torch.int32, device=device, contiguous=True)
+    check_value("plan.tile", plan.tile, plan.tile == TILE, str(TILE))
 
 
 def plan_decode_reference(

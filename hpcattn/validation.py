@@ -56,8 +56,15 @@ def check_tensor(
 
 def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
     """Query heads must be 1-16 times the KV heads."""
-    ratio = num_q_heads / max(1, num_kv_heads)
-    check_value("num_q_heads / num_kv_heads", ratio, ratio in range(1, 17), "an integer from 1 to 16 (the GQA ratio)")
+    fits = num_kv_heads > 0 and num_q_heads % num_kv_heads == 0 and 1 <= num_q_heads // num_kv_heads <= 16
+    ratio = f"{num_q_heads} / {num_kv_heads}"
+    check_value("num_q_heads / num_kv_heads (the GQA ratio)", ratio, fits, "an integer from 1 to 16")
+
+
+def check_options(check_inputs: str, softmax_scale: float | None) -> None:
+    check_value("check_inputs", check_inputs, check_inputs in CHECKS, f"one of {CHECKS}")
+    number = softmax_scale is None or isinstance(softmax_scale, int | float)
+    check_value("softmax_scale", softmax_scale, number, "a number or None")
 
 
 def check_seq_lens(seq_lens: Tensor, device: torch.device | None = None) -> None:
@@ -90,16 +97,14 @@ def check_cache(cache: PagedKVCache, device: torch.device) -> None:
 
 def check_kv(kv: PagedKVCache | PackedKV, device: torch.device, *, total: int) -> None:
     """A cache, or packed bf16 keys and values of `total` tokens."""
-    if not isinstance(kv, PackedKV):
+    if isinstance(kv, PagedKVCache):
         return check_cache(kv, device)
-    for name, x in (("kv.k", kv.k), ("kv.v", kv.v)):
-        heads = None if name == "kv.k" else kv.k.shape[1]
-        head_dim = None if name == "kv.k" else kv.k.shape[2]
-        check_tensor(
-            name, x, shape=(total, heads, head_dim), dtype=torch.bfloat16, device=device,
-            axes="total_q, num_kv_heads, head_dim", dense=True,
-        )  # fmt: skip
-    check_value("head_dim", kv.k.shape[2], kv.k.shape[2] in (64, 128), "one of (64, 128) for packed keys and values")
+    if not isinstance(kv, PackedKV):
+        raise TypeError(f"kv must be a PagedKVCache or a PackedKV, got {type(kv).__name__}")
+    packed = dict(dtype=torch.bfloat16, device=device, axes="total_q, num_kv_heads, head_dim", dense=True)
+    check_tensor("kv.k", kv.k, shape=(total, None, None), **packed)
+    check_tensor("kv.v", kv.v, shape=tuple(kv.k.shape), **packed)
+    check_value("head_dim", kv.k.shape[2], kv.k.shape[2] in (64, 128), "one of (64, 128)")
 
 
 def check_scales(scales: Scales | None, kv: PagedKVCache | PackedKV, q_scale_shapes: tuple[tuple, ...], device) -> None:
@@ -137,11 +142,16 @@ def check_out(q: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
         check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=torch.float32, device=q.device, contiguous=True)
 
 
-def check_content(check_inputs: str, cache: PagedKVCache, block_table: Tensor, seq_lens: Tensor) -> None:
-    """With `"full"`: lengths and the table entries they use are in range. Reads device memory, so it waits."""
-    check_value("check_inputs", check_inputs, check_inputs in CHECKS, f"one of {CHECKS}")
-    if check_inputs != "full":
-        return
+def check_starts(cu_seqlens_q: Tensor, total: int) -> list[int]:
+    """cu_seqlens_q rises from 0 to the number of tokens; gives it as a list. Reads device memory, so it waits."""
+    starts = cu_seqlens_q.tolist()
+    rises = starts == sorted(starts) and starts[0] == 0 and starts[-1] == total
+    check_value("cu_seqlens_q", starts, rises, f"rising from 0 to {total}, the number of tokens")
+    return starts
+
+
+def check_content(cache: PagedKVCache, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Lengths, and the table entries they use, are in range. Reads device memory, so it waits."""
     capacity = block_table.shape[1] * cache.page_size
     bad = (seq_lens < 0) | (seq_lens > capacity)
     if bool(bad.any()):

@@ -8,7 +8,7 @@ from itertools import cycle, product
 
 import torch
 
-from hpcattn import attention_decode, attention_prefill, plan_decode
+from hpcattn import attention_decode, attention_prefill, gather_kv, plan_decode
 from hpcattn.bench.workloads import Inputs, Workload
 from hpcattn.kernels.portable.decode import TILE
 from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
@@ -115,6 +115,22 @@ def hold(out, lse, dtype: str, inputs: Inputs, expected) -> float:
     difference = (lse.double() - exact_lse)[~blind].abs()
     assert bool((difference <= LSE_BOUND).all()), f"LSE off by {float(difference.max()):.1e}"
     return error
+
+
+def eager_bf16(inputs: Inputs) -> torch.Tensor:
+    """Decode as eager PyTorch in bf16 would do it: every intermediate result rounded to bf16."""
+    w, o = inputs.workload, torch.zeros_like(inputs.q)
+    group = w.num_q_heads // w.num_kv_heads
+    for b, kv_len in enumerate(w.kv_lens):
+        k, v, _ = gather_kv(inputs.cache, inputs.block_table, b, kv_len)
+        k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        q = inputs.q.unflatten(0, (-1, w.num_query_tokens))[b].transpose(0, 1)
+        last = kv_len - w.num_query_tokens + torch.arange(w.num_query_tokens)
+        hidden = torch.arange(kv_len)[None, :] > last[:, None]
+        s = (q @ k.transpose(1, 2) * w.head_dim**-0.5).masked_fill(hidden, -math.inf)
+        rows = o.unflatten(0, (-1, w.num_query_tokens))[b]
+        rows.copy_((s.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1))
+    return o
 
 
 def describe(workload: Workload, schedule: str = "-") -> dict[str, str]:

@@ -88,7 +88,7 @@ def protocol_scatter(frame: pd.DataFrame, measuring: pd.DataFrame | None = None)
     return figure
 
 
-SM_CLOCK_GHZ = 1.98
+SM_CLOCK_GHZ = 1.98  # the H200's highest: column sm_clock_mhz of the recorded decode rows, which do not slow it down
 TILE, HEAD_DIM = 64, 128
 MMA_FLOP_PER_CLK = {"bf16": 4096, "fp8": 8192}
 EXP_PER_CLK = 16
@@ -100,7 +100,7 @@ def tile_clocks(rows: int, dtype: str, ceilings: Ceilings, *, num_sms: int = 132
 
     Tensor: two products of rows x 64 x 128. Exponential: one per score, 16 a clock. Shared memory: K and V written once
     and read once per 64 rows (or per call, for fewer), 128 bytes a clock. DRAM: this SM's share of the measured
-    bandwidth at 1.98 GHz; prefill finds its tiles in the L2 (from_dram=False).
+    bandwidth, at SM_CLOCK_GHZ; prefill finds its tiles in the L2 (from_dram=False).
     """
     tile_bytes = 2 * TILE * HEAD_DIM * (2 if dtype == "bf16" else 1)
     dram_bytes_per_clk = ceilings.tb_per_s * 1e3 / num_sms / SM_CLOCK_GHZ

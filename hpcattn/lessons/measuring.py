@@ -35,6 +35,7 @@ __all__ = [
     "ceilings",
     "check_benchmark",
     "check_cpu_timer",
+    "floors",
     "protocol_pairs",
     "report",
     "trace",
@@ -359,18 +360,37 @@ def ceilings(live: bool) -> pd.DataFrame:
     return frame.drop_duplicates("quantity", keep="last").set_index("quantity")
 
 
+def floors() -> pd.DataFrame:
+    """What an empty kernel read on the H200, one row per recorded run and protocol (steady, single).
+
+    Columns: run_id, protocol, readings (distinct ones), low and high (µs).
+    """
+    folder, columns = records.DATA / "h200", ["run_id", "protocol", "us"]
+    limits = records.load(folder / "ceilings.csv", table="ceilings").rename(columns={"value": "us"})
+    limits = limits.assign(protocol=limits.quantity.str.removesuffix("_floor"))
+    study = records.load(folder / "measuring.csv", table="measuring").query("experiment == 'protocols' and x == 0")
+    study = study.rename(columns={"series": "protocol", "value": "us"})
+    timed = records.load(folder / "decode.csv", folder / "prefill.csv").rename(columns={"floor_us": "us"})
+    seen = pd.concat([frame[columns] for frame in (limits, study, timed)]).dropna().drop_duplicates()
+    seen = seen[seen.protocol.isin(["steady", "single"])]
+    return seen.groupby(["protocol", "run_id"]).us.agg(readings="size", low="min", high="max").reset_index()
+
+
 def protocol_pairs(frame: pd.DataFrame, protocol: str = "single") -> pd.DataFrame:
-    """Rows of `records` that were timed both ways: columns steady, reported, delta (µs) and same_run.
+    """Rows of `records` that were timed both ways: columns steady, reported, delta, floor (µs) and same_run.
+
+    floor: the empty kernel's time beside `reported`, NaN where it was not recorded.
 
     Pairs of one run are preferred; otherwise the newest row of each protocol is taken, and `same_run` is False.
     """
     index = [column for column in records.KEY if column != "protocol"]
     timed = frame[frame.median_us.notna()].sort_values("date", kind="stable")
     timed = timed.drop_duplicates([*index, "protocol", "run_id"], keep="last")
-    columns = [*index, "run_id", "median_us"]
+    columns = [*index, "run_id", "median_us", "floor_us"]
     steady, other = (timed.loc[timed.protocol == p, columns] for p in ("steady", protocol))
     pairs = steady.merge(other, on=index, suffixes=("_steady", "_other"))
     pairs["same_run"] = pairs.run_id_steady == pairs.run_id_other
     pairs = pairs.sort_values("same_run", kind="stable").drop_duplicates(index, keep="last")
-    pairs = pairs.rename(columns={"median_us_steady": "steady", "median_us_other": "reported"})
-    return pairs.assign(delta=pairs.reported - pairs.steady)[[*index, "steady", "reported", "delta", "same_run"]]
+    names = {"median_us_steady": "steady", "median_us_other": "reported", "floor_us_other": "floor"}
+    pairs = pairs.rename(columns=names).assign(delta=lambda pair: pair.reported - pair.steady)
+    return pairs[[*index, "steady", "reported", "delta", "floor", "same_run"]]

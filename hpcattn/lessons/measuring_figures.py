@@ -33,6 +33,7 @@ __all__ = [
     "draw_machine",
     "draw_protocols",
     "draw_samples",
+    "draw_spread",
     "draw_timelines",
     "draw_wrapper",
 ]
@@ -219,16 +220,18 @@ def draw_protocols(
     pairs: pd.DataFrame,
     eager: pd.DataFrame,
     empty_us: tuple[float, float],
-    floor: tuple[float, float],
+    floors: tuple[float, float],
+    added_us: float,
     study: pd.DataFrame,
     source: str,
 ) -> Figure:
     """Picture 1: what a protocol reports against the steady time, and what it added.
 
     pairs, eager: from `protocol_pairs`; those timed in one run get a black rim. empty_us: an empty kernel's (steady,
-    single) µs. floor: (floor, added) µs of a model. study: points of experiment `protocols`, may be empty.
+    single) µs. floors, added_us: the model max(floor, steady + added) is drawn for each floor. study: points of
+    experiment `protocols`, may be empty.
     """
-    figure, (left, right) = axes_grid(1, 2, height=5.6, width_ratios=[3, 2])
+    figure, (left, right) = axes_grid(1, 2, height=6.8, width_ratios=[3, 2])
     for (name, schedule, suite), rows in pairs.groupby(["implementation", "schedule", "suite"]):
         rims = [BLACK if same else "none" for same in rows.same_run]
         style = {"color": color_of(name, schedule), "marker": MARKS[suite], "s": 20, "lw": 0.8, "edgecolors": rims}
@@ -247,15 +250,31 @@ def draw_protocols(
         left.text(0.52, 0.55 + delta, f"+ {delta} µs", fontsize=8, color="#666666", va="bottom")
     left.set(xscale="log", yscale="log", xlim=(0.5, 5e3), ylim=(0.5, 5e3))
     left.set(xlabel="steady, µs", ylabel="reported, µs", title="Small kernels are pushed up against the timer's floor")
-    left.legend(fontsize=7.5, loc="lower right")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
     right.axhline(0, color=BLACK, lw=1, ls="--")
-    floor_us, added_us = floor
     line = np.geomspace(5, 200, 200)
-    label = f"the larger of {floor_us:.1f} µs and steady + {added_us:.1f} µs"
-    right.plot(line, np.maximum(floor_us, line + added_us) - line, color=BLACK, lw=1, label=label)
+    for floor_us, style in zip(floors, ("-", ":"), strict=True):
+        label = f"max({floor_us:.1f} µs, steady + {added_us:.1f} µs)"
+        right.plot(line, np.maximum(floor_us, line + added_us) - line, color=BLACK, ls=style, lw=1, label=label)
     right.legend()
     right.set(xscale="log", xlim=(5, 200), ylim=(-4, 12), xlabel="steady, µs", ylabel="single − steady, µs")
     right.set_title("What a single call adds is no constant")
+    return figure
+
+
+@styled
+def draw_spread(samples: pd.DataFrame, source: str) -> Figure:
+    """Repeated samples of one kernel by protocol, up to the 99th percentile: points of experiment `spread`."""
+    names = list(dict.fromkeys(samples.series))
+    figure, axes = axes_grid(1, len(names), height=3.2)
+    for ax, name in zip(axes, names, strict=True):
+        values = samples.value[samples.series == name].to_numpy()
+        low, median, high, top = np.percentile(values, [10, 50, 90, 99])
+        ax.hist(values[values <= top], 50, color=SKY)
+        ax.axvspan(low, high, color=GREY, alpha=0.3, label=f"10–90 %: {low:.2f}–{high:.2f} µs")
+        ax.axvline(median, color=VERMILION, label=f"median {median:.2f} µs")
+        ax.set(xlabel="µs per call", ylabel="samples", title=f"{name} ({source})")
+        ax.legend(fontsize=8, title=f"not shown: {(values > top).sum()}, up to {values.max():.1f} µs", title_fontsize=8)
     return figure
 
 
@@ -271,5 +290,9 @@ def draw_clock_ramp(recorded: pd.DataFrame, source: str) -> Figure:
             continue
         points = recorded[recorded.unit == unit]
         ax.plot(points.x, points.value, "o-", ms=4, lw=1, color=color)
-        ax.set(xlabel="ms since the first call after idling", ylabel=label, ylim=(0, None))
+        ax.set(
+            xlabel="ms since the first call after idling",
+            ylabel=label,
+            ylim=(0, 1.15 * np.nan_to_num(points.value).max() or 1),
+        )
     return figure

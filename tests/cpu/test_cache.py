@@ -54,7 +54,11 @@ def test_allocator_is_shuffled_seeded_and_honest():
     assert first != sorted(first) and len(set(first)) == 60 and allocator.num_free == 40
     with pytest.raises(MemoryError, match="41 pages wanted, 40 free"):
         allocator.allocate(41)
+    with pytest.raises(ValueError, match="negative"):
+        allocator.allocate(-1)
     allocator.release(first[:2])
+    with pytest.raises(ValueError, match="are free already"):
+        allocator.release(first[:1])
     assert allocator.allocate(2) == first[:2][::-1]
 
 
@@ -106,6 +110,18 @@ def test_append_drops_what_has_no_place(implementation):
         (p, s, float(cache.k[p, s, 0, 0])) for p in range(4) for s in range(16) if not cache.k[p, s].isnan().any()
     ]
     assert written == [(0, 0, 1.0), (2, 0, 4.0), (2, 1, 5.0)]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "portable"])
+def test_append_ignores_tokens_that_no_request_owns(implementation):
+    cache = PagedKVCache.allocate(2, 16, 1, 64)
+    table, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    new, starts = torch.ones(3, 1, 64).bfloat16(), torch.tensor([0, 1], dtype=torch.int32)
+    args = (cache, new, new, table, lens)
+    append_tokens(*args, cu_seqlens_q=starts, implementation=implementation)
+    assert cache.k[1, 4, 0, 0] == 1 and int((~cache.k.isnan()).sum()) == 64
+    with pytest.raises(ValueError, match="cu_seqlens_q must be rising from 0 to 3"):
+        append_tokens(*args, cu_seqlens_q=starts, implementation=implementation, check_inputs="full")
 
 
 def test_append_checks_its_input():

@@ -273,12 +273,12 @@ def test_the_floor_of_the_same_measurement_explains_single_best():
         (small.reported - np.maximum(floor, small.steady + d)).abs().mean() for floor in range(20) for d in added
     )
     own = min((small.reported - np.maximum(small.floor, small.steady + d)).abs().mean() for d in added)
-    assert own < 0.5 * fitted and own < 0.5 * constant
+    assert own < 0.6 * min(fitted, constant)
 
 
 def test_floors_differ_between_recorded_runs():
     floors = sim.floors().set_index("protocol")
-    assert (floors.low <= floors.high).all() and (floors.measurements > 0).all()
+    assert (floors.low <= floors.high).all() and (floors.readings > 0).all()
     assert floors.loc["single"].high.max() > 1.5 * floors.loc["single"].low.min() > 5 * floors.loc["steady"].high.max()
 
 
@@ -344,7 +344,6 @@ def test_every_figure_draws_what_the_study_records(recorded_folder, pairs, monke
             draw.draw_clock_ramp(of("clock_ramp"), source),
             draw.draw_wrapper(loops, of("wrapper"), 1.0, source),
             draw.draw_graph_sizes(points, of("calls_per_graph"), source),
-            draw.draw_spread(of("spread"), source) if len(of("spread")) else draw.draw_clock_ramp(of("clock_ramp"), ""),
             draw.draw_l2(sets, of("working_set"), 6, source),
             draw.draw_protocols(pairs, pairs.head(3), (0.7, 17), (10, 17), 2.0, of("protocols"), source),
         ]
@@ -355,3 +354,11 @@ def test_every_figure_draws_what_the_study_records(recorded_folder, pairs, monke
         assert any("not recorded yet" in text for text in texts) == (source == "nothing")
         protocols = {line.get_label() for line in drawn[4].axes[0].lines}
         assert any("flush" in label for label in protocols) == (source == "recorded")
+
+
+def test_the_spread_leaves_out_no_more_than_its_tail():
+    values = [*np.linspace(9, 10, 199), 80.0]
+    figure = draw.draw_spread(pd.DataFrame({"series": "single", "value": values}), "recorded")
+    (ax,) = figure.axes
+    assert sum(patch.get_height() for patch in ax.patches[:50]) == 198
+    assert ax.get_legend().get_title().get_text() == "not shown: 2, up to 80.0 µs"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcattn.bench import figures
 from hpcattn.lessons import exercise
 from hpcattn.lessons.online import State, check_merge, empty_state, state_of
 
@@ -191,3 +192,7 @@ def test_states_fold_pairwise():
     folded = functools.reduce(lambda a, b: solution([a, b]), states, empty_state(2, 3, torch.float64))
     for got, want in zip(folded, state_of(s, v), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_the_clock_of_the_cycle_budget_is_the_recorded_one():
+    assert figures.recorded("decode").sm_clock_mhz.median() == pytest.approx(1e3 * figures.SM_CLOCK_GHZ, rel=0.01)

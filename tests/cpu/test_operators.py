@@ -10,6 +10,7 @@ import torch
 from hpcattn import (
     PackedKV,
     PagedKVCache,
+    append_tokens,
     attention_decode,
     attention_prefill,
     attention_prefill_reference,
@@ -19,6 +20,7 @@ from hpcattn import (
     relative_error,
 )
 from hpcattn.bench.workloads import Workload
+from hpcattn.quantization import pad_q_scale
 
 DECODE = cases.decode_grid(lengths=((1, 70), (0, 130, 3), (63, 64, 65), (2, 257)))
 PREFILL = cases.prefill_grid(
@@ -26,21 +28,32 @@ PREFILL = cases.prefill_grid(
 )
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
 @pytest.mark.parametrize(("workload", "schedule", "splits"), DECODE)
-def test_decode(workload, schedule, splits, implementation, device, coverage):
+def test_decode(workload, schedule, splits, device, coverage):
     inputs = cases.build(workload, device)
-    coverage(
-        cases.describe(workload, schedule), implementation, cases.check_decode(inputs, implementation, schedule, splits)
-    )
+    coverage(cases.describe(workload, schedule), "portable", cases.check_decode(inputs, "portable", schedule, splits))
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
 @pytest.mark.parametrize("workload", PREFILL)
-def test_prefill(workload, implementation, device, coverage):
-    coverage(
-        cases.describe(workload), implementation, cases.check_prefill(cases.build(workload, device), implementation)
-    )
+def test_prefill(workload, device, coverage):
+    coverage(cases.describe(workload), "portable", cases.check_prefill(cases.build(workload, device), "portable"))
+
+
+def test_reference_implementation_is_the_oracle_rounded():
+    for workload, schedule, splits in DECODE[::10]:
+        cases.check_decode(cases.build(workload, "cpu"), "reference", schedule, splits)
+    for workload in PREFILL[1::10]:
+        cases.check_prefill(cases.build(workload, "cpu"), "reference")
+
+
+@pytest.mark.parametrize("workload", [w for w, _, _ in DECODE if w.dtype == "bf16"][::2], ids=lambda w: w.layout)
+def test_no_worse_than_low_precision_pytorch(workload):
+    """bf16 PyTorch on the same inputs: scores, probabilities and sums in bf16, as eager attention has them."""
+    inputs = cases.build(workload, "cpu")
+    expected, _ = inputs.reference()
+    args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
+    o = attention_decode(*args, num_query_tokens=workload.num_query_tokens, implementation="portable")
+    assert relative_error(o, expected) <= relative_error(cases.eager_bf16(inputs), expected)
 
 
 SMALL = Workload(
@@ -142,11 +155,13 @@ def test_same_plan_gives_bitwise_equal_results(decode_args):
 def test_buffers_are_used_and_nothing_is_allocated(decode_args):
     out = torch.empty_like(decode_args["q"])
     lse = torch.empty(4, 4)
-    workspace = decode_workspace(2, 4, 2, 128, num_query_tokens=2, num_splits=3).fill_(math.nan)
+    workspace = decode_workspace(**decode_args, num_splits=3).fill_(math.nan)
     buffers = dict(out=out, lse=lse, workspace=workspace, return_lse=True, num_splits=3, implementation="portable")
     o, lse_back = attention_decode(**decode_args, **buffers)
     assert o is out and lse_back is lse
-    assert not workspace[: 2 * 2 * 3 * 4 * 128].isnan().any()  # the partial states were put there
+    assert len(workspace) == 2 * 2 * 3 * 4 * (128 + 2) and not workspace.isnan().any(), "partial states belong there"
+    with pytest.raises(ValueError, match=r"workspace must be \[6240\] or longer, see decode_workspace, got \[6239\]"):
+        attention_decode(**decode_args, **buffers | dict(workspace=workspace[1:]))
 
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
@@ -160,12 +175,55 @@ def test_empty_batch(implementation):
     assert attention_prefill(q, cache, table, start, none, implementation=implementation).shape == (0, 2, 128)
 
 
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+def test_padded_q_scales(implementation):
+    """HPC-Ops' [batch, heads, pad] gives what [tokens, heads] gives; too small a pad gives NaN rows, or an error."""
+    w = Workload(
+        suite="prefill", case="", q_lens=(50, 20), kv_lens=(60, 20), num_q_heads=4, num_kv_heads=2, dtype="fp8",
+        quant="type1", page_size=16,
+    )  # fmt: skip
+    i = cases.build(w, "cpu")
+    args = (i.q, i.cache, i.block_table, i.cu_seqlens_q, i.seq_lens)
+
+    def run(pad, **kwargs):
+        scales = replace(i.scales, q=pad_q_scale(i.scales.q, i.cu_seqlens_q, 64)[..., :pad].contiguous())
+        return attention_prefill(*args, scales=scales, implementation=implementation, **kwargs)
+
+    packed = attention_prefill(*args, scales=i.scales, implementation=implementation)
+    assert torch.equal(run(64), packed) and torch.equal(run(50), packed)
+    assert run(32)[:50].isnan().all() and torch.equal(run(32)[50:], packed[50:])
+    with pytest.raises(ValueError, match=r"scales.q must be \[batch, num_q_heads, >= 50\], got \[2, 4, 32\]"):
+        run(32, check_inputs="full")
+
+
+@pytest.mark.parametrize("implementation", ["portable", "reference"])
+def test_visible_nan_is_not_hidden(decode_args, implementation):
+    cache, table = decode_args["cache"], decode_args["block_table"]
+    cache.k[table[1, 0].long(), 5, 1] = math.nan
+    o, lse = attention_decode(**decode_args, implementation=implementation, return_lse=True)
+    assert o[2:, 2:].isnan().all() and lse[2:, 2:].isnan().all()  # request 1, the heads that share KV head 1
+    assert not o[2:, :2].isnan().any() and not o[:2].isnan().any()
+
+
+def test_mask_of_several_requests_with_strides():
+    w = Workload(suite="prefill", case="", q_lens=(130, 30), kv_lens=(260, 90), num_q_heads=4, num_kv_heads=2)
+    i = cases.build(w, "cpu")
+    mask = torch.rand(4, 3, 2, 5).gt(0.4).to(torch.uint8).permute(2, 0, 1, 3)[:, :, :2, 1:4]
+    args = (i.q, i.cache, i.block_table, i.cu_seqlens_q, i.seq_lens)
+    expected, _ = attention_prefill_reference(*args, block_mask=mask)
+    assert relative_error(attention_prefill(*args, block_mask=mask, implementation="portable"), expected) < 4e-3
+
+
 def _bad(name, change, error, *words):
     return pytest.param(change, error, words, id=name)
 
 
 def strided(x):
     return torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+
+
+def planned(args, **changes):
+    return replace(plan_decode(args["seq_lens"], 2), **changes)
 
 
 BAD_DECODE = [
@@ -175,8 +233,8 @@ BAD_DECODE = [
     _bad("q rows", lambda a: dict(q=a["q"][:3]), ValueError, "q must", "[4, *, 128]", "[3, 4, 128]"),
     _bad("q device", lambda a: dict(q=a["q"].to("meta")), ValueError, "must be on", "cpu"),
     _bad("q stride", lambda a: dict(q=strided(a["q"])), ValueError, "q must", "stride 1"),
-    _bad("GQA ratio", lambda a: dict(q=a["q"][:, :3]), ValueError, "num_q_heads / num_kv_heads", "1.5"),
-    _bad("GQA too large", lambda a: dict(q=a["q"].repeat(1, 9, 1)), ValueError, "GQA ratio", "18"),
+    _bad("GQA ratio", lambda a: dict(q=a["q"][:, :3]), ValueError, "num_q_heads / num_kv_heads", "3 / 2"),
+    _bad("GQA too large", lambda a: dict(q=a["q"].repeat(1, 9, 1)), ValueError, "GQA ratio", "36 / 2"),
     _bad("query tokens", lambda a: dict(num_query_tokens=6), ValueError, "num_query_tokens", "1 to 5", "6"),
     _bad("cache type", lambda a: dict(cache=(1, 2)), TypeError, "cache must be a PagedKVCache", "tuple"),
     _bad("page size", lambda a: dict(cache=PagedKVCache(a["cache"].k[:, :15], a["cache"].v[:, :15])), ValueError,
@@ -199,6 +257,14 @@ BAD_DECODE = [
     _bad("out stride", lambda a: dict(out=torch.empty(4, 128, 4, dtype=torch.bfloat16).transpose(1, 2)), ValueError,
          "out must be contiguous"),
     _bad("workspace", lambda a: dict(workspace=torch.empty(2, 2)), ValueError, "workspace", "[2, 2]"),
+    _bad("plan type", lambda a: dict(plan=(1, 2)), TypeError, "plan must be a DecodePlan", "tuple"),
+    _bad("plan device", lambda a: dict(plan=planned(a, header=torch.zeros(4, device="meta").int())),
+         ValueError, "plan.header must be on cpu"),
+    _bad("plan dtype", lambda a: dict(plan=planned(a, starts=torch.zeros(4))), TypeError,
+         "plan.starts", "int32"),
+    _bad("plan tile", lambda a: dict(plan=planned(a, tile=32)), ValueError, "plan.tile", "64"),
+    _bad("softmax_scale", lambda a: dict(softmax_scale="x"), ValueError, "softmax_scale", "a number"),
+    _bad("half a split", lambda a: dict(num_splits=2.5), ValueError, "num_splits", "2.5"),
     _bad("plan heads", lambda a: dict(plan=plan_decode(a["seq_lens"], 1)), ValueError, "plan", "2 KV heads", "1"),
     _bad("plan batch", lambda a: dict(plan=plan_decode(a["seq_lens"][:1], 2)), ValueError, "plan.offsets", "[3]"),
     _bad("plan unused", lambda a: dict(plan=plan_decode(a["seq_lens"], 2), schedule="static"), ValueError, "schedule"),
@@ -226,12 +292,15 @@ def packed(tokens):
 
 
 BAD_PREFILL = [
+    _bad("kv type", lambda a: dict(kv=(1, 2)), TypeError, "kv must be a PagedKVCache or a PackedKV", "tuple"),
+    _bad("cache of lists", lambda a: dict(kv=PagedKVCache([1], 2)), TypeError, "cache.k must be", "list"),
+    _bad("checks", lambda a: dict(check_inputs="some"), ValueError, "check_inputs", "'some'"),
     _bad("packed fp8", lambda a: dict(kv=PackedKV(a["q"][:, :1], a["q"][:, :1])), TypeError, "kv.k", "bfloat16"),
     _bad("packed rows", lambda a: dict(kv=packed(39), q=a["q"].bfloat16()), ValueError, "kv.k", "[40, *, *]"),
     _bad("packed with table", lambda a: dict(kv=packed(40), q=a["q"].bfloat16(), scales=None), ValueError,
          "block_table", "None for packed"),
     _bad("cu dtype", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"].long()), TypeError, "cu_seqlens_q", "int64"),
-    _bad("cu batch", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"][:1]), ValueError, "seq_lens"),
+    _bad("cu batch", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"][:1]), ValueError, "cu_seqlens_q"),
     _bad("cu content", lambda a: dict(cu_seqlens_q=a["cu_seqlens_q"] + 1, check_inputs="full"), ValueError, "rising"),
     _bad("mask dtype", lambda a: dict(block_mask=a["block_mask"].bool()), TypeError, "block_mask", "uint8", "bool"),
     _bad("mask heads", lambda a: dict(block_mask=a["block_mask"][:, :1]), ValueError, "block_mask", "[1, 2, *, *]"),
@@ -261,8 +330,9 @@ def test_bad_prefill_input(change, error, words):
         assert word in str(raised.value), str(raised.value)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
-def test_opcheck_and_compile(decode_args, implementation):
+def test_opcheck_and_compile(decode_args, implementation, dynamic):
     cache, q = decode_args["cache"], decode_args["q"]
     tensors = (q, cache.k, cache.v, decode_args["block_table"], decode_args["seq_lens"])
     out, lse = torch.empty_like(q), torch.empty(4, 4)
@@ -270,17 +340,21 @@ def test_opcheck_and_compile(decode_args, implementation):
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
 
-    def step(q, k, v, table, lens):
+    def step(q, k, v, table, lens, k_new):
         cache = PagedKVCache(k, v)
+        append_tokens(cache, k_new, k_new, table, lens, num_query_tokens=2, implementation=implementation)
         plan = plan_decode(lens, 2, num_ctas=3, implementation=implementation)
-        o, lse = attention_decode(
-            q * 2, cache, table, lens, num_query_tokens=2, plan=plan, return_lse=True, implementation=implementation
-        )
-        return o + 1, lse
+        common = dict(return_lse=True, implementation=implementation)
+        o, lse = attention_decode(q * 2, cache, table, lens, num_query_tokens=2, plan=plan, **common)
+        starts = torch.arange(0, len(q) + 1, 2, dtype=torch.int32)
+        return o + 1, lse, *attention_prefill(q, cache, table, starts, lens, **common)
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*tensors), step(*tensors), strict=True):
+    new = torch.randn(4, 2, 128).bfloat16()
+    copies = [[x.clone() for x in (*tensors, new)] for _ in range(2)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for got, expected in zip(compiled(*copies[0]), step(*copies[1]), strict=True):
         assert torch.equal(got, expected)
+    assert torch.equal(copies[0][1].nan_to_num(7.0), copies[1][1].nan_to_num(7.0)), "the cache was appended to"
 
 
 def test_explain_says_what_would_run(decode_args):

@@ -82,6 +82,30 @@ def test_cache_of_more_than_two_to_the_31_elements(device):
     assert relative_error(attention_prefill(q, cache, table, starts, lens), expected) < cases.BOUND["bf16"]
 
 
+@pytest.mark.parametrize("how", [dict(schedule="dynamic"), dict(num_splits=5)], ids=str)
+def test_bitwise_repeatable(step, how):
+    plan = plan_decode(step["seq_lens"], 2) if "schedule" in how else None
+    first = attention_decode(**step, plan=plan, **how)
+    assert all(torch.equal(attention_decode(**step, plan=plan, **how), first) for _ in range(20))
+
+
+def test_head_major_pool_with_a_head_stride_of_two_to_the_30(device):
+    """Head times head stride exceeds 32 bits for the pool, the new tokens and the queries."""
+    memory = torch.full((3 * 2**30,), torch.nan, dtype=torch.bfloat16, device=device)
+    pool = torch.as_strided(memory, (8, 64, 3, 128), (64 * 128, 128, 2**30, 1))
+    wide = torch.as_strided(memory, (70, 3, 128), (128, 2**30, 1), 2**29)
+    wide.copy_(torch.randn(70, 3, 128))
+    cache = PagedKVCache(pool, PagedKVCache.allocate(8, 64, 3, 128, layout="HND", device=device).k)
+    table = torch.tensor([[5, 2]], dtype=torch.int32, device=device)
+    lens = torch.tensor([70], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 70], dtype=torch.int32, device=device)
+    append_tokens(cache, wide, wide, table, lens, cu_seqlens_q=starts)
+    expected, _ = attention_decode_reference(wide[-1:].contiguous(), cache, table, lens)
+    assert relative_error(attention_decode(wide[-1:], cache, table, lens), expected) < cases.BOUND["bf16"]
+    o = attention_prefill(wide, cache, table, starts, lens)
+    assert relative_error(o[-1:], expected) < cases.BOUND["bf16"]
+
+
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_no_synchronization_and_another_stream(step, schedule):
     expected, _ = attention_decode_reference(**step)
@@ -103,7 +127,7 @@ def test_nothing_is_allocated_when_buffers_are_passed(step):
     plan = plan_decode(step["seq_lens"], 2)
     buffers = dict(
         out=torch.empty_like(q), lse=q.new_empty(q.shape[:2], dtype=torch.float32),
-        workspace=decode_workspace(3, 16, 2, 128, num_query_tokens=2, plan=plan, device=q.device),
+        workspace=decode_workspace(**step, plan=plan),
     )  # fmt: skip
     attention_decode(**step, **buffers, plan=plan)
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ def append_kernel(
 ):  # fmt: skip
     """Grid (new tokens, KV heads). Token i of a request's n new ones goes to position seq_len - n + i."""
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     low = 0
     high = batch
     for _ in tl.static_range(STEPS):  # the last request that starts at or before this token
@@ -25,9 +25,9 @@ def append_kernel(
         high = tl.where(owns, high, middle)
     kv_len = tl.load(seq_lens + low)
     position = kv_len - tl.load(cu_seqlens_q + low + 1) + token
-    if (position >= 0) & (kv_len <= capacity):
+    if (position >= 0) & (position < kv_len) & (kv_len <= capacity):
         page = tl.load(kv.table + low.to(tl.int64) * kv.table_stride + position // PAGE).to(tl.int64)
-        slot = position % PAGE
+        slot = (position % PAGE).to(tl.int64)
         d = tl.arange(0, D)
         k = tl.load(k_new + token.to(tl.int64) * k_strides[0] + head * k_strides[1] + d)
         tl.store(kv.k + page * kv.k_strides[0] + slot * kv.k_strides[1] + head * kv.k_strides[2] + d, k)

@@ -90,7 +90,7 @@ def accumulate(p, v, acc, alpha):
 @jit
 def finish(m, l, acc, v_scale_ptr, head, QUANT: tl.constexpr):
     """Normalise a softmax state: (o, natural-log lse); 0 and -inf for rows that have seen nothing."""
-    seen = l > 0
+    seen = l != 0  # NaN, from visible NaN, stays NaN
     l = tl.where(seen, l, 1.0)
     inverse = tl.where(seen, 1.0 / l, 0.0)
     if QUANT == "type0":

@@ -62,7 +62,7 @@ def decode_chunk(
 ):  # fmt: skip
     """The state (m, l, acc) of a pair's rows after the keys [start, stop)."""
     token, q_head, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
-    at = token * rows.q_strides[0] + q_head * rows.q_strides[1]
+    at = token * rows.q_strides[0] + q_head.to(tl.int64) * rows.q_strides[1]
     q = tl.load(rows.q + at[:, None] + tl.arange(0, D)[None, :], mask=exists[:, None], other=0.0)
     row_scale = tl.full([M], 1.0, tl.float32) * softmax_scale_log2
     if QUANT != "none":
@@ -231,8 +231,8 @@ def launch(
     num_slots = num_states(batch * num_kv_heads, num_splits, None if plan is None else plan[2].shape[0])
     rows_per_pair = num_query_tokens * group
     states = num_slots * rows_per_pair * (head_dim + 2)
-    if workspace is None or workspace.numel() < states:
-        workspace = torch.empty(max(1, states), dtype=torch.float32, device=q.device)
+    if workspace is None:
+        workspace = torch.empty(states, dtype=torch.float32, device=q.device)
     kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
     rows = Rows(
         q, q.stride()[:2], q_scale, v_scale, seq_lens, block_table.shape[1] * page_size, out, lse, workspace, num_slots

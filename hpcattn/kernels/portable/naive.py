@@ -25,9 +25,9 @@ def scores_kernel(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (key tiles, query tiles, query heads): base-2 scores `[heads, q_len, kv_len]`, -inf where masked."""
-    i = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    h = tl.program_id(2)
+    i = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    j = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    h = tl.program_id(2).to(tl.int64)
     d = tl.arange(0, D)
     q_tile = tl.load(q + i[:, None] * q_strides[0] + h * q_strides[1] + d[None, :], mask=i[:, None] < q_len, other=0.0)
     k_tile = tl.load(
@@ -39,7 +39,7 @@ def scores_kernel(
         s = s * rows[:, None] * tl.load(k_scale)
     if CAUSAL:
         s = tl.where(j[None, :] <= (kv_len - q_len + i)[:, None], s, NEG_INF)
-    at = (h.to(tl.int64) * q_len + i)[:, None] * kv_len + j[None, :]
+    at = (h * q_len + i)[:, None] * kv_len + j[None, :]
     tl.store(scores + at, s.to(scores.dtype.element_ty), mask=(i[:, None] < q_len) & (j[None, :] < kv_len))
 
 
@@ -62,7 +62,7 @@ def softmax_kernel(scores, p, l_out, lse, q_len, kv_len, SCALE: tl.constexpr, BL
         tl.store(p + row * kv_len + j, (e * SCALE).to(p.dtype.element_ty), mask=j < kv_len)
     at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)  # l and lse are [queries, heads]
     tl.store(l_out + at, l)
-    tl.store(lse + at, tl.where(l > 0, (m + tl.log2(tl.where(l > 0, l, 1.0))) * LN_2, NEG_INF))
+    tl.store(lse + at, tl.where(l != 0, (m + tl.log2(tl.where(l != 0, l, 1.0))) * LN_2, NEG_INF))
 
 
 @jit
@@ -71,13 +71,13 @@ def values_kernel(
     G: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, query heads): o = p @ v / l."""
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    h = tl.program_id(1)
+    i = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, D)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     for first in range(0, kv_len, BLOCK_N):
-        j = first + tl.arange(0, BLOCK_N)
-        at = (h.to(tl.int64) * q_len + i)[:, None] * kv_len + j[None, :]
+        j = (first + tl.arange(0, BLOCK_N)).to(tl.int64)
+        at = (h * q_len + i)[:, None] * kv_len + j[None, :]
         p_tile = tl.load(p + at, mask=(i[:, None] < q_len) & (j[None, :] < kv_len), other=0.0)
         v_tile = tl.load(
             v + j[:, None] * v_strides[0] + h // G * v_strides[1] + d[None, :], mask=j[:, None] < kv_len, other=0.0
@@ -85,7 +85,7 @@ def values_kernel(
         acc = tl.dot(p_tile, v_tile, acc, max_num_imprecise_acc=BLOCK_N)
     at = i * tl.num_programs(1) + h
     l = tl.load(l_in + at, mask=i < q_len, other=0.0)
-    inverse = tl.where(l > 0, 1.0 / tl.where(l > 0, l, 1.0), 0.0)
+    inverse = tl.where(l != 0, 1.0 / tl.where(l != 0, l, 1.0), 0.0)
     if FP8:
         inverse *= tl.load(v_scale) / P_SCALE
     tl.store(o + at[:, None] * D + d[None, :], (acc * inverse[:, None]).to(o.dtype.element_ty), mask=i[:, None] < q_len)

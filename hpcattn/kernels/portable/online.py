@@ -26,8 +26,8 @@ def online_kernel(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, query heads)."""
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    h = tl.program_id(1)
+    i = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, D)
     q_tile = tl.load(q + i[:, None] * q_strides[0] + h * q_strides[1] + d[None, :], mask=i[:, None] < q_len, other=0.0)
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32) * softmax_scale_log2
@@ -40,7 +40,7 @@ def online_kernel(
     if CAUSAL:
         stop = tl.minimum(kv_len, kv_len - q_len + (tl.program_id(0) + 1) * BLOCK_M)
     for first in range(0, stop, TILE):
-        j = first + tl.arange(0, TILE)
+        j = (first + tl.arange(0, TILE)).to(tl.int64)
         inside = j[:, None] < kv_len
         k_tile = tl.load(k + j[:, None] * k_strides[0] + h // G * k_strides[1] + d[None, :], mask=inside, other=0.0)
         s = tl.dot(q_tile, tl.trans(k_tile)) * row_scale[:, None]

@@ -24,6 +24,7 @@ class Prefill(NamedTuple):
     q_strides: tuple
     q_scale: object  # float32 or None, strides (request, token, head)
     q_scale_strides: tuple
+    q_scale_pad: int  # queries per request that there are scales for
     v_scale: object
     cu_seqlens_q: object
     seq_lens: object  # or None: self-attention over packed keys
@@ -71,14 +72,17 @@ def prefill_kernel(
         exists = local < q_len
         token = (start + local).to(tl.int64)
         d = tl.arange(0, D)
-        at = token * a.q_strides[0] + q_head * a.q_strides[1]
+        at = token * a.q_strides[0] + q_head.to(tl.int64) * a.q_strides[1]
         q = tl.load(a.q + at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
         row_scale = tl.full([BLOCK_M], 1.0, tl.float32) * softmax_scale_log2
         if QUANT != "none":
             # padded scales count a request's tokens from 0, packed ones (request stride 0) from its start
             row = tl.where(a.q_scale_strides[0] > 0, local, start + local)
-            at = request * a.q_scale_strides[0] + row * a.q_scale_strides[1] + q_head * a.q_scale_strides[2]
-            row_scale *= tl.load(a.q_scale + at, mask=exists, other=0.0)
+            at = (
+                request.to(tl.int64) * a.q_scale_strides[0] + row * a.q_scale_strides[1] + q_head * a.q_scale_strides[2]
+            )
+            row_scale *= tl.load(a.q_scale + at, mask=exists & (local < a.q_scale_pad), other=0.0)
+            valid = valid & (q_len <= a.q_scale_pad)
         stop = tl.maximum(kv_len - q_len + tl.minimum(first + BLOCK_M, q_len), 0)  # keys the last query sees
         mask_row = a.o
         if HAS_MASK:
@@ -111,12 +115,12 @@ def launch(
     batch, (total_q, num_q_heads, head_dim) = cu_seqlens_q.shape[0] - 1, q.shape
     num_kv_heads, page_size = k.shape[-2], 0 if block_table is None else k.shape[1]
     kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
-    scale_strides = (0, 0, 0)
+    scale_strides, pad = (0, 0, 0), total_q
     if q_scale is not None:  # [tokens, heads], or [batch, heads, pad]
         s = q_scale.stride()
-        scale_strides = (0, s[0], s[1]) if q_scale.dim() == 2 else (s[0], s[2], s[1])
+        scale_strides, pad = ((0, *s), total_q) if q_scale.dim() == 2 else ((s[0], s[2], s[1]), q_scale.shape[2])
     args = Prefill(
-        q, q.stride()[:2], q_scale, scale_strides, v_scale, cu_seqlens_q, seq_lens,
+        q, q.stride()[:2], q_scale, scale_strides, pad, v_scale, cu_seqlens_q, seq_lens,
         0 if block_table is None else block_table.shape[1] * page_size,
         block_mask, (0, 0, 0) if block_mask is None else block_mask.stride()[:3],
         (0, 0) if block_mask is None else block_mask.shape[2:], out, lse,
