@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpcattn.quantization import (
     FP8,
+    Scales,
     k_scale_rows,
     k_scales_in_page,
     quantize_per_head,
@@ -161,6 +162,26 @@ def gather_kv(
         return k, v, None
     by_token = cache.k_scale[pages].transpose(2, 3)[..., : cache.page_size, :]  # [pages, rows, 32 or page_size, heads]
     return k, v, by_token.flatten(0, 2)[:seq_len]
+
+
+def flatten_scales(
+    kv: PagedKVCache | PackedKV, scales: Scales | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The (q, k, v) scales of a call as tensors, as registered operators take them; the K scales of type 0 are rank 4."""
+    if scales is None:
+        return None, None, None
+    return scales.q, kv.k_scale if scales.k is None else scales.k, scales.v
+
+
+def unflatten_scales(
+    k: Tensor, v: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[PagedKVCache | PackedKV, Scales | None]:
+    """The keys and values and scales that an operator was given as tensors."""
+    if q_scale is None:
+        return PackedKV(k, v) if k.dim() == 3 else PagedKVCache(k, v), None
+    if k_scale.dim() == 4:
+        return PagedKVCache(k, v, k_scale), Scales(q_scale, v_scale)
+    return PagedKVCache(k, v), Scales(q_scale, v_scale, k_scale)
 
 
 def quantize_cache(

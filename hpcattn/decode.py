@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcattn.cache import PagedKVCache
+from hpcattn.cache import PagedKVCache, flatten_scales, unflatten_scales
 from hpcattn.explanation import Explanation, explains
 from hpcattn.kernels.portable import decode as portable
 from hpcattn.ops import define_operator
@@ -96,9 +96,7 @@ def attention_decode(
         cache.v,
         block_table,
         seq_lens,
-        None if scales is None else scales.q,
-        cache.k_scale if scales is None or scales.k is None else scales.k,
-        None if scales is None else scales.v,
+        *flatten_scales(cache, scales),
         *((None, None, None) if plan is None else (plan.header, plan.offsets, plan.starts)),
         num_query_tokens,
         cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
@@ -190,12 +188,9 @@ def _decode(
             num_splits, workspace, out, lse,
         )  # fmt: skip
         return
-    in_cache = k_scale is not None and k_scale.dim() == 4
-    scales = None if q_scale is None else Scales(q_scale, v_scale, None if in_cache else k_scale)
-    o, exact_lse = attention_decode_reference(
-        q, PagedKVCache(k, v, k_scale if in_cache else None), block_table, seq_lens, scales=scales,
-        num_query_tokens=num_query_tokens, softmax_scale=softmax_scale,
-    )  # fmt: skip
+    cache, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
+    common = dict(scales=scales, num_query_tokens=num_query_tokens, softmax_scale=softmax_scale)
+    o, exact_lse = attention_decode_reference(q, cache, block_table, seq_lens, **common)
     out.copy_(o)
     if lse is not None:
         lse.copy_(exact_lse)

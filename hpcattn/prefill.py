@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpcattn.cache import PackedKV, PagedKVCache
+from hpcattn.cache import PackedKV, PagedKVCache, flatten_scales, unflatten_scales
 from hpcattn.explanation import Explanation, explains
 from hpcattn.kernels.portable import prefill as portable
 from hpcattn.masks import MASK_TILE
@@ -72,7 +72,6 @@ def attention_prefill(
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    k_scale = getattr(kv, "k_scale", None)
     torch.ops.hpcattn.prefill(
         q,
         kv.k,
@@ -80,9 +79,7 @@ def attention_prefill(
         block_table,
         cu_seqlens_q,
         seq_lens,
-        None if scales is None else scales.q,
-        k_scale if scales is None or scales.k is None else scales.k,
-        None if scales is None else scales.v,
+        *flatten_scales(kv, scales),
         block_mask,
         q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         call["implementation"],
@@ -150,12 +147,9 @@ def _prefill(
             q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask, softmax_scale, out, lse
         )
         return
-    in_cache = k_scale is not None and k_scale.dim() == 4
-    scales = None if q_scale is None else Scales(q_scale, v_scale, None if in_cache else k_scale)
-    kv = PackedKV(k, v) if block_table is None else PagedKVCache(k, v, k_scale if in_cache else None)
-    o, exact_lse = attention_prefill_reference(
-        q, kv, block_table, cu_seqlens_q, seq_lens, scales=scales, softmax_scale=softmax_scale, block_mask=block_mask
-    )
+    kv, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
+    common = dict(scales=scales, softmax_scale=softmax_scale, block_mask=block_mask)
+    o, exact_lse = attention_prefill_reference(q, kv, block_table, cu_seqlens_q, seq_lens, **common)
     out.copy_(o)
     if lse is not None:
         lse.copy_(exact_lse)

@@ -134,8 +134,11 @@ def attend(
 
 def make_kv(k, v, block_table, k_scale, *, quantized: bool) -> tuple[KV, str]:
     """Bundle `[pages, page_size, heads, D]` or packed `[tokens, heads, D]` tensors, and say which QUANT they have."""
-    paged = block_table is not None
-    strides = [x.stride()[:-1] if paged else (0, *x.stride()[:-1]) for x in (k, v)]
+    table_stride = 0
+    if block_table is None:
+        k, v = k[None], v[None]  # a single page
+    else:
+        table_stride = block_table.stride(0)
     quant = "none" if not quantized else "type0" if k_scale.dim() == 4 else "type1"
-    scale_strides = k_scale.stride()[:-1] if quant == "type0" else (0, 0, 0)
-    return KV(k, v, *strides, block_table, block_table.stride(0) if paged else 0, k_scale, scale_strides), quant
+    scale_strides = k_scale.stride()[:3] if quant == "type0" else (0, 0, 0)
+    return KV(k, v, k.stride()[:3], v.stride()[:3], block_table, table_stride, k_scale, scale_strides), quant
