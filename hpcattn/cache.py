@@ -167,7 +167,7 @@ def gather_kv(
 def flatten_scales(
     kv: PagedKVCache | PackedKV, scales: Scales | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The (q, k, v) scales of a call as tensors, as registered operators take them; the K scales of type 0 are rank 4."""
+    """The (q, k, v) scales of a call as tensors, as registered operators take them; K scales of type 0 have rank 4."""
     if scales is None:
         return None, None, None
     return scales.q, kv.k_scale if scales.k is None else scales.k, scales.v
