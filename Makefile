@@ -3,6 +3,7 @@
 # PIP_FLAGS=…        extra arguments of pip, e.g. an --index-url with CPU-only builds of torch
 # TEST_FLAGS=…       arguments of pytest
 # RUN_FLAGS=…        arguments of `python -m hpcattn run`, e.g. "--only 00,01"
+# LAB_FLAGS=…        arguments of JupyterLab, e.g. "--no-browser" (root, as in a container, gets --allow-root)
 SHELL      := bash
 VENV       := .venv
 PY         := $(VENV)/bin/python
@@ -12,6 +13,7 @@ PYTHON     ?=
 PIP_FLAGS  ?=
 TEST_FLAGS ?= -n logical --maxprocesses 4
 RUN_FLAGS  ?=
+LAB_FLAGS  ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 SUITE      ?= decode
 
 .DEFAULT_GOAL := help
@@ -29,7 +31,7 @@ test: env ## lint, check the format and run the tests
 	$(PY) -m pytest $(TEST_FLAGS)
 
 lab: env ## open the notebooks in JupyterLab
-	$(PY) -m jupyterlab --ServerApp.root_dir=notebooks
+	$(PY) -m jupyterlab --ServerApp.root_dir=notebooks $(LAB_FLAGS)
 
 bench: env ## measure one suite: make bench SUITE=decode
 	$(PY) -m hpcattn bench --suite $(SUITE)
