@@ -61,8 +61,8 @@ def attention_decode(
     scales: for fp8, see `Scales`; scales.q is `[batch * S, num_q_heads]`.
     softmax_scale: `head_dim ** -0.5` if None.
     plan: a `plan_decode` result; selects the dynamic schedule of the kernels (the reference has none).
-    schedule: `"auto"` (dynamic with a plan, else static),
-        `"static"`, or `"dynamic"` (builds a plan if none is given). num_splits: chunks per pair of the static schedule.
+    schedule: `"auto"` (dynamic with a plan, else static), `"static"`, or `"dynamic"` (builds a plan if none is given).
+    num_splits: chunks per pair of the static schedule; as many as fill the GPU if None.
     out: bf16 `[batch * S, num_q_heads, head_dim]`, lse: float32 `[batch * S, num_q_heads]`, both contiguous, and
         workspace: float32, see `decode_workspace`. With all three given, and a plan or the static schedule, nothing
         is allocated.
@@ -84,9 +84,9 @@ def attention_decode(
         plan = plan_decode(seq_lens, cache.num_kv_heads, max_seq_len=capacity, implementation=kind)
     if workspace is not None:
         floats = _num_floats(q, cache, seq_lens, call["num_splits"], plan)
-        enough = workspace.numel() >= floats
         check_tensor("workspace", workspace, shape=(None,), dtype=torch.float32, device=q.device, contiguous=True)
-        check_value("workspace", list(workspace.shape), enough, f"[{floats}] or longer, see decode_workspace")
+        long_enough = workspace.numel() >= floats
+        check_value("workspace", list(workspace.shape), long_enough, f"[{floats}] or longer, see decode_workspace")
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -81,7 +81,7 @@ def accumulate(p, v, acc, alpha):
     """`acc * alpha + p @ v`. With fp8 V, P is rounded to e4m3 at 256 times its value; `finish` takes that out again."""
     acc = acc * alpha[:, None]
     if v.dtype == tl.float8e4nv:
-        # a fresh tensor-core accumulator per tile: across tiles its few bits would lose up to 30 % (see lesson 07b)
+        # a fresh tensor-core accumulator per tile: across tiles its few bits would lose up to 30 % (lesson 03)
         return tl.dot((p * P_SCALE).to(v.dtype), v, acc, max_num_imprecise_acc=v.shape[0])
     else:
         return tl.dot(p.to(v.dtype), v, acc)
