@@ -129,8 +129,8 @@ class PageAllocator:
 
     def release(self, pages: Sequence[int]) -> None:
         """Give pages back; the last ones released are the first ones reused. Raises ValueError for a free page."""
-        if set(pages) & set(self._free):
-            raise ValueError(f"pages {sorted(set(pages) & set(self._free))} are free already")
+        if free := set(pages) & set(self._free):
+            raise ValueError(f"pages {sorted(free)} are free already")
         self._free = [*reversed(pages), *self._free]
 
 

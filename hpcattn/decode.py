@@ -169,10 +169,10 @@ def decode_workspace(
 
 
 def _num_floats(q: Tensor, cache: PagedKVCache, seq_lens: Tensor, num_splits: int, plan: DecodePlan | None) -> int:
-    """Length of the workspace: each partial state has (acc, m, l) for every row of a pair."""
+    """Length of the workspace of a call."""
     pairs = seq_lens.shape[0] * cache.num_kv_heads
-    rows = q.shape[0] * q.shape[1] // max(1, pairs)
-    return portable.num_states(pairs, num_splits, None if plan is None else plan.num_ctas) * rows * (cache.head_dim + 2)
+    slots = portable.num_states(pairs, num_splits, None if plan is None else plan.num_ctas)
+    return portable.num_floats(slots, q.shape[0] * q.shape[1] // max(1, pairs), cache.head_dim)
 
 
 def _decode(

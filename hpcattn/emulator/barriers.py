@@ -102,16 +102,19 @@ def _named_barrier(ins, program):
         count = uniform(threads(warp), warp) if threads else cluster.threads
         barrier = cluster.named.setdefault((warp.cta, index), NamedBarrier())
         generation = cluster.arrive(barrier, count, warp, f"named barrier {index} of CTA {warp.cta}")
-        if mode == "sync" and barrier.generation == generation:
-            warp.wait = Wait(
-                lambda: barrier.generation != generation,
-                lambda: (
-                    f"named barrier {index}, phase {generation}: {barrier.arrived} of {count} threads have "
-                    f"arrived; in {ins}"
-                ),
-            )
+        if mode == "sync":
+            _wait_for_all(warp, barrier, generation, count, f"named barrier {index}", ins)
 
     return execute
+
+
+def _wait_for_all(warp, barrier: NamedBarrier, generation: int, count: int, name: str, ins) -> None:
+    """Let `warp` wait until `count` threads have arrived, unless they have."""
+    if barrier.generation == generation:
+        warp.wait = Wait(
+            lambda: barrier.generation != generation,
+            lambda: f"{name}, phase {generation}: {barrier.arrived} of {count} threads have arrived; in {ins}",
+        )
 
 
 @instruction("barrier.cluster.arrive")
@@ -133,13 +136,7 @@ def _cluster_wait(ins, program):
         if generation is None:
             raise BarrierMisuse(f"{warp.here()} waits at the cluster barrier without having arrived")
         warp.cluster_generation = None
-        if barrier.generation == generation:
-            warp.wait = Wait(
-                lambda: barrier.generation != generation,
-                lambda: (
-                    f"the cluster barrier, phase {generation}: {barrier.arrived} of "
-                    f"{warp.cluster.threads * warp.cluster.size} threads have arrived; in {ins}"
-                ),
-            )
+        count = warp.cluster.threads * warp.cluster.size
+        _wait_for_all(warp, barrier, generation, count, "the cluster barrier", ins)
 
     return execute

@@ -214,6 +214,11 @@ def merge_kernel(
         store_result(rows, head, row, row >= 0, m, l, acc, valid, QUANT)
 
 
+def num_floats(num_slots: int, rows_per_pair: int, head_dim: int) -> int:
+    """Length of the workspace: each partial state has (acc, m, l) for every row of a pair."""
+    return num_slots * rows_per_pair * (head_dim + 2)
+
+
 def num_states(num_pairs: int, num_splits: int, num_ctas: int | None) -> int:
     """Partial states that a call may write: two per CTA of a plan, one per chunk otherwise."""
     if num_ctas is not None:
@@ -230,9 +235,9 @@ def launch(
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     num_slots = num_states(batch * num_kv_heads, num_splits, None if plan is None else plan[2].shape[0])
     rows_per_pair = num_query_tokens * group
-    states = num_slots * rows_per_pair * (head_dim + 2)
     if workspace is None:
-        workspace = torch.empty(states, dtype=torch.float32, device=q.device)
+        floats = num_floats(num_slots, rows_per_pair, head_dim)
+        workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
     rows = Rows(
         q, q.stride()[:2], q_scale, v_scale, seq_lens, block_table.shape[1] * page_size, out, lse, workspace, num_slots
