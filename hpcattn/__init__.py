@@ -2,7 +2,7 @@
 
 from hpcattn.append import append_tokens
 from hpcattn.cache import PackedKV, PageAllocator, PagedKVCache, gather_kv, make_block_table, quantize_cache
-from hpcattn.decode import attention_decode, decode_workspace
+from hpcattn.decode import attention_decode, decode_workspace, prepare_decode
 from hpcattn.explanation import Explanation, explain
 from hpcattn.prefill import attention_prefill
 from hpcattn.quantization import Scales
@@ -29,6 +29,7 @@ __all__ = [
     "gather_kv",
     "make_block_table",
     "plan_decode",
+    "prepare_decode",
     "quantize_cache",
     "relative_error",
 ]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hpcattn.cache import PagedKVCache, flatten_scales, unflatten_scales
 from hpcattn.explanation import Explanation, explains
+from hpcattn.kernels.hopper import decode as hopper
 from hpcattn.kernels.portable import decode as portable
 from hpcattn.ops import define_operator
 from hpcattn.quantization import Scales
 from hpcattn.reference import attention_decode_reference
-from hpcattn.schedule import DecodePlan, check_plan, multiprocessors, plan_decode, saturating_splits
+from hpcattn.schedule import DecodePlan, check_plan, multiprocessors, plan_decode, saturating_splits, static_splits
 from hpcattn.validation import (
     check_block_table,
     check_cache,
@@ -26,7 +30,7 @@ from hpcattn.validation import (
     resolve_implementation,
 )
 
-__all__ = ["attention_decode", "decode_workspace"]
+__all__ = ["attention_decode", "decode_workspace", "prepare_decode"]
 
 
 def attention_decode(
@@ -62,7 +66,7 @@ def attention_decode(
     softmax_scale: `head_dim ** -0.5` if None.
     plan: a `plan_decode` result; selects the dynamic schedule of the kernels (the reference has none).
     schedule: `"auto"` (dynamic with a plan, else static), `"static"`, or `"dynamic"` (builds a plan if none is given).
-    num_splits: chunks per pair of the static schedule; as many as fill the GPU if None.
+    num_splits: chunks per pair of the static schedule; see `schedule.static_splits` for what None does.
     out: bf16 `[batch * S, num_q_heads, head_dim]`, lse: float32 `[batch * S, num_q_heads]`, both contiguous, and
         workspace: float32, see `decode_workspace`. With all three given, and a plan or the static schedule, nothing
         is allocated.
@@ -71,6 +75,37 @@ def attention_decode(
     Returns o, or (o, lse) with return_lse; LSE is the natural-log log-sum-exp of the scaled scores.
     Raises TypeError or ValueError naming the argument, before anything is launched.
     """
+    call, result = _bind(
+        q, cache, block_table, seq_lens, scales, num_query_tokens, softmax_scale, plan, schedule, num_splits, out, lse,
+        workspace, return_lse, implementation, check_inputs,
+    )  # fmt: skip
+    torch.ops.hpcattn.decode(*call)
+    return result
+
+
+def prepare_decode(*args, **kwargs) -> Callable[[], Tensor | tuple[Tensor, Tensor]]:
+    """`attention_decode` with these arguments, as a function without any: the cheapest eager launch.
+
+    Kernels, tensor maps and addresses are bound. A call reads what the tensors hold at that time, runs on the current
+    stream, and returns the same result tensors every time. Raises what `attention_decode` raises.
+    """
+    bound = inspect.signature(attention_decode).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call, result = _bind(**bound.arguments)
+    run = _prepare(*call)
+
+    def prepared():
+        run()
+        return result
+
+    return prepared
+
+
+def _bind(
+    q, cache, block_table, seq_lens, scales, num_query_tokens, softmax_scale, plan, schedule, num_splits, out, lse,
+    workspace, return_lse, implementation, check_inputs,
+) -> tuple[tuple, Tensor | tuple[Tensor, Tensor]]:  # fmt: skip
+    """Check and settle everything: the arguments of `torch.ops.hpcattn.decode`, and what to return after it."""
     check_options(check_inputs, softmax_scale)
     call = _resolve(
         q, cache, block_table, seq_lens, scales, num_query_tokens, plan, schedule, num_splits, implementation
@@ -90,23 +125,13 @@ def attention_decode(
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    torch.ops.hpcattn.decode(
-        q,
-        cache.k,
-        cache.v,
-        block_table,
-        seq_lens,
-        *flatten_scales(cache, scales),
-        *((None, None, None) if plan is None else (plan.header, plan.offsets, plan.starts)),
-        num_query_tokens,
-        cache.head_dim**-0.5 if softmax_scale is None else softmax_scale,
-        call["num_splits"],
-        call["implementation"],
-        workspace,
-        out,
-        lse,
-    )
-    return (out, lse) if return_lse else out
+    arguments = (
+        q, cache.k, cache.v, block_table, seq_lens, *flatten_scales(cache, scales),
+        *((None, None, None) if plan is None else (plan.header, plan.offsets, plan.starts)), num_query_tokens,
+        cache.head_dim**-0.5 if softmax_scale is None else softmax_scale, call["num_splits"], call["min_tiles"],
+        call["implementation"], workspace, out, lse,
+    )  # fmt: skip
+    return arguments, (out, lse) if return_lse else out
 
 
 @explains(attention_decode)
@@ -140,15 +165,25 @@ def _resolve(
         chosen = ("static", "no plan was given") if plan is None else ("dynamic", "a plan was given")
     else:
         chosen = (schedule, "as asked")
-    splits = (num_splits, "as asked")
+    no_hopper = hopper.unsupported(cache.k, cache.v, cache.k_scale)
+    if chosen[0] == "dynamic":
+        no_hopper = "it has the static schedule only"
+    kind = resolve_implementation(implementation, device, operator="attention_decode", no_hopper=no_hopper)
+    splits, min_tiles = (num_splits, "as asked"), (1, "chunks are equal shares")
     if chosen[0] == "dynamic":
         splits = (1, "chunks come from the plan")
     elif num_splits is None:
         capacity = block_table.shape[1] * cache.page_size
+        sizes = (batch, cache.num_kv_heads, capacity, device)
         why = f"{batch * cache.num_kv_heads} pairs, {multiprocessors(device)} multiprocessors"
-        splits = (saturating_splits(batch, cache.num_kv_heads, capacity, device), why)
-    kind = resolve_implementation(implementation, device, operator="attention_decode")
-    return Explanation("attention_decode", {"implementation": kind, "schedule": chosen, "num_splits": splits})
+        if kind[0] == "hopper":
+            wanted, least = static_splits(*sizes)
+            splits = (wanted, f"{why}, at most {capacity} tokens")
+            min_tiles = (least, "shorter chunks are not worth a merge")
+        else:
+            splits = (saturating_splits(*sizes), why)
+    choices = {"implementation": kind, "schedule": chosen, "num_splits": splits, "min_tiles": min_tiles}
+    return Explanation("attention_decode", choices)
 
 
 def decode_workspace(
@@ -175,30 +210,39 @@ def _num_floats(q: Tensor, cache: PagedKVCache, seq_lens: Tensor, num_splits: in
     return portable.num_floats(slots, q.shape[0] * q.shape[1] // max(1, pairs), cache.head_dim)
 
 
-def _decode(
+def _prepare(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, header, offsets, starts, num_query_tokens, softmax_scale,
-    num_splits, implementation, workspace, out, lse,
-) -> None:  # fmt: skip
+    num_splits, min_tiles, implementation, workspace, out, lse,
+) -> Callable[[], None]:  # fmt: skip
+    """What is to run, bound to its arguments."""
+    inputs = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale)
     if q.numel() == 0:
-        return
-    plan = None if header is None else (header, offsets, starts)
+        return lambda: None
+    if implementation == "hopper":
+        return hopper.prepare(*inputs, num_query_tokens, softmax_scale, num_splits, min_tiles, workspace, out, lse)
     if implementation == "portable":
-        portable.launch(
-            q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, plan, num_query_tokens, softmax_scale,
-            num_splits, workspace, out, lse,
-        )  # fmt: skip
-        return
-    cache, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
-    common = dict(scales=scales, num_query_tokens=num_query_tokens, softmax_scale=softmax_scale)
-    o, exact_lse = attention_decode_reference(q, cache, block_table, seq_lens, **common)
-    out.copy_(o)
-    if lse is not None:
-        lse.copy_(exact_lse)
+        plan = None if header is None else (header, offsets, starts)
+        call = (*inputs, plan, num_query_tokens, softmax_scale, num_splits, workspace, out, lse)
+        return lambda: portable.launch(*call)
+
+    def reference():
+        cache, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
+        common = dict(scales=scales, num_query_tokens=num_query_tokens, softmax_scale=softmax_scale)
+        o, exact_lse = attention_decode_reference(q, cache, block_table, seq_lens, **common)
+        out.copy_(o)
+        if lse is not None:
+            lse.copy_(exact_lse)
+
+    return reference
+
+
+def _decode(*call) -> None:
+    _prepare(*call)()
 
 
 define_operator(
     "decode(Tensor q, Tensor k, Tensor v, Tensor block_table, Tensor seq_lens, Tensor? q_scale, Tensor? k_scale, "
     "Tensor? v_scale, Tensor? header, Tensor? offsets, Tensor? starts, int num_query_tokens, float softmax_scale, "
-    "int num_splits, str implementation, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!)? lse)",
+    "int num_splits, int min_tiles, str implementation, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!)? lse)",
     _decode,
 )

@@ -25,10 +25,21 @@ from hpcattn.kernels.portable.decode import TILE
 from hpcattn.ops import define_operator
 from hpcattn.validation import check_seq_lens, check_tensor, check_value, resolve_implementation
 
-__all__ = ["DecodePlan", "plan_chunks", "plan_decode", "plan_decode_reference", "saturating_splits", "static_chunks"]
+__all__ = [
+    "DecodePlan",
+    "plan_chunks",
+    "plan_decode",
+    "plan_decode_reference",
+    "saturating_splits",
+    "static_chunks",
+    "static_splits",
+]
 
 CTAS_PER_SM = 2
 MIN_QUOTA = 2  # tiles: below this, merging costs more than it balances
+LONGEST_CHUNK = 32  # tiles, see `static_splits`
+SHORTEST_CHUNK = 8
+MOST_WAVES = 16
 CPU_SMS = 4  # what the interpreter pretends to have
 
 
@@ -154,9 +165,25 @@ def saturating_splits(batch: int, num_kv_heads: int, max_seq_len: int, device: t
     return max(1, min(wanted, max_seq_len // TILE))
 
 
-def static_chunks(seq_lens: list[int], num_kv_heads: int, num_splits: int) -> list[list[list[int]]]:
+def static_splits(batch: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> tuple[int, int]:
+    """(chunks per pair, least tiles per chunk) of the Hopper kernels' static schedule.
+
+    Enough chunks to fill the GPU; and since lengths may differ, no chunk of the longest possible request longer than
+    `LONGEST_CHUNK`, as long as that many CTAs are a few waves. Shorter requests take fewer chunks than the grid has
+    room for: none is shorter than `SHORTEST_CHUNK`, below which a merge costs more than it saves.
+    """
+    pairs = max(1, batch * num_kv_heads)
+    tiles = max_seq_len // TILE
+    room = CTAS_PER_SM * multiprocessors(device)
+    ragged = min(math.ceil(tiles / LONGEST_CHUNK), MOST_WAVES * room // pairs)
+    return max(1, min(max(room // pairs, ragged), tiles // SHORTEST_CHUNK)), SHORTEST_CHUNK
+
+
+def static_chunks(
+    seq_lens: list[int], num_kv_heads: int, num_splits: int, min_tiles: int = 1
+) -> list[list[list[int]]]:  # fmt: skip
     """`[request][head]`: where the chunks of the static schedule start."""
-    chunk = [max(TILE, math.ceil(math.ceil(n / TILE) / num_splits) * TILE) for n in seq_lens]
+    chunk = [max(min_tiles, math.ceil(math.ceil(n / TILE) / num_splits)) * TILE for n in seq_lens]
     return [[list(range(0, max(1, n), c))] * num_kv_heads for n, c in zip(seq_lens, chunk, strict=True)]
 
 

@@ -170,13 +170,22 @@ def check_content(cache: PagedKVCache, block_table: Tensor, seq_lens: Tensor) ->
         )
 
 
-def resolve_implementation(implementation: str, device: torch.device, *, operator: str) -> tuple[str, str]:
-    """Turn `"auto"` into what runs here and say why; refuse what does not run."""
+def resolve_implementation(
+    implementation: str, device: torch.device, *, operator: str, no_hopper: str | None = "not written yet"
+) -> tuple[str, str]:
+    """Turn `"auto"` into what runs here and say why; refuse what does not run. no_hopper: why Hopper kernels cannot."""
     check_value("implementation", implementation, implementation in IMPLEMENTATIONS, f"one of {IMPLEMENTATIONS}")
-    if implementation == "hopper":
-        raise ValueError(f"implementation='hopper' does not offer {operator} yet: use 'portable' or 'auto'")
+    cuda = device.type == "cuda"
+    if cuda and no_hopper is None and torch.cuda.get_device_properties(device).major != 9:
+        no_hopper = "this GPU is no Hopper GPU"
+    if implementation == "hopper" and no_hopper is not None:
+        raise ValueError(
+            f"implementation='hopper' does not offer this {operator} ({no_hopper}): use 'portable' or 'auto'"
+        )
     if implementation != "auto":
         return implementation, "as asked"
-    if device.type == "cuda":
-        return "portable", "the tensors are on a GPU, and Triton runs on any recent one"
+    if cuda and no_hopper is None:
+        return "hopper", "the tensors are on a Hopper GPU"
+    if cuda:
+        return "portable", f"Triton runs on any recent GPU; Hopper kernels: {no_hopper}"
     return "reference", "the tensors are on the CPU, where float64 PyTorch is faster than interpreted Triton"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 
 from hpcattn.emulator.errors import EmulatorError
 
@@ -47,6 +50,12 @@ class Program:
     tables: dict[str, list[str]] = field(default_factory=dict)  # jump tables of brx.idx
     cluster: int | None = None  # CTAs per cluster, if the PTX says so
     threads: int | None = None  # per CTA, likewise
+
+    @cached_property
+    def occurrences(self) -> Counter[str]:
+        """How often each register is named."""
+        named = (re.findall(r"%\w+", " ".join(i.operands) + f" {i.predicate}") for i in self.instructions)
+        return Counter(chain.from_iterable(named))
 
     def target(self, instruction: Instruction, label: str) -> int:
         """Where `label` points, seen from `instruction`: labels of inline assembly are local to their block."""

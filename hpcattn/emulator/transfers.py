@@ -65,8 +65,10 @@ def _load_parameter(ins, program):
 def _load(ins, program):
     space, type = _space(ins), ins.parts[-1]
     unsigned, names = unsigned_of(type), vector(ins.operands[0])
-    where, writes = address(ins.operands[1], program), [target(n, type) for n in names]
-    span = np.arange(unsigned.itemsize * len(names))
+    # LLVM pads vectors with elements that it never uses, and that may never have been written
+    used = [i for i, name in enumerate(names) if program.occurrences[name] > 1] or [0]
+    where, writes = address(ins.operands[1], program), [target(names[i], type) for i in used]
+    span = (np.array(used)[:, None] * unsigned.itemsize + np.arange(unsigned.itemsize)).ravel()
 
     def execute(warp, mask):
         lanes = active(mask)

@@ -1,0 +1,558 @@
+"""Paged decode: TMA into a ring of tiles, small-M WGMMA, online softmax; the keys of a request split over CTAs.
+
+Scores are computed transposed, S^T = K Q^T: 64 tokens fill WGMMA's M, and the S * G query rows that share a KV head lie
+on N = 8 ... 64 instead of being padded to 64. The output follows as O^T += V^T P^T. One warp produces: it looks pages up
+and issues TMA copies, K and V of a tile in turn, as far ahead as the ring has slots. Four warps consume. A second kernel
+merges the partial states (m, l, acc) of requests that were split, as in Flash-Decoding (Dao et al., 2023).
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hpcattn.kernels.hopper import fp8
+from hpcattn.kernels.hopper.launch import Bound, Launch, matrix_view, tile_descriptor
+from hpcattn.kernels.hopper.pipeline import Cursor, Ring
+from hpcattn.kernels.portable.common import LOG2_E
+from hpcattn.kernels.portable.decode import TILE, num_floats, num_states
+
+# (slots of the ring, two per tile; registers per thread at launch): two CTAs fit on a multiprocessor
+RING = {"bf16": (6, 128), "fp8": (12, 128)}
+
+LN_2 = gl.constexpr(0.6931471805599453)
+NEG_INF = gl.constexpr(float("-inf"))
+P_SCALE = gl.constexpr(256.0)  # fp8 P is rounded at 256 times its value
+
+
+@gluon.jit
+def visible_length(seq_lens, capacity, request):
+    """(length, whether it is one that the block table can hold)."""
+    n = gl.load(seq_lens + request)
+    valid = (n >= 0) & (n <= capacity)
+    return gl.where(valid, n, 0), valid
+
+
+@gluon.jit
+def chunk_tiles(tiles, num_splits, MIN_TILES: gl.constexpr):
+    """Tiles per chunk of a request: an equal share, unless that is not worth a CTA."""
+    return gl.maximum(gl.cdiv(tiles, num_splits), MIN_TILES)
+
+
+@gluon.aggregate
+class Chunk:
+    """Tiles [first, last) of the keys of one (request, KV head) pair."""
+
+    request: gl.tensor
+    head: gl.tensor
+    kv_len: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
+
+
+@gluon.aggregate
+class Buffers:
+    """Shared memory. K and V of a tile take two slots of the ring; type 0 K scales ride on the barrier of their K."""
+
+    ring: Ring
+    scales: gl.shared_memory_descriptor  # float32 [slots, rows of 32, 32]
+    q: gl.shared_memory_descriptor  # [N, D]
+    p: gl.shared_memory_descriptor  # [N, TILE]
+
+
+@gluon.aggregate
+class Shape:
+    """Compile-time sizes; a view is (rows per page, rows per head, columns per head) of a cache seen as a matrix."""
+
+    S: gl.constexpr
+    G: gl.constexpr
+    N: gl.constexpr
+    D: gl.constexpr
+    TILE: gl.constexpr
+    PAGE: gl.constexpr
+    QUANT: gl.constexpr
+    K_VIEW: gl.tuple
+    V_VIEW: gl.tuple
+    SCALE_VIEW: object
+
+
+@gluon.jit
+def prefetch_descriptors(QUANT: gl.constexpr):
+    """Fetch the tensor maps, parameters 0, 5 and 10 of the kernel, while its first loads are under way."""
+    _prefetch_parameter(0)
+    _prefetch_parameter(5)
+    if QUANT == "type0":
+        _prefetch_parameter(10)
+
+
+@gluon.constexpr_function
+def _prefetch_asm(i):
+    return (
+        "{ .reg .b64 map; "
+        f"mov.b64 map, decode_kernel_param_{i}; cvta.param.u64 map, map; prefetch.tensormap [map]; }}"
+    )
+
+
+@gluon.jit
+def _prefetch_parameter(i: gl.constexpr):
+    gl.inline_asm(_prefetch_asm(i))
+
+
+@gluon.jit
+def prefetch_table(table, entries):
+    """Bring a request's row of the block table (the first 16 KB of it) to L2: it is needed right after the length."""
+    LINE: gl.constexpr = 32  # entries
+    line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    where = table + gl.minimum(line * LINE, entries - 1)
+    gl.inline_asm("prefetch.global.L2 [$0];", "l", [where])
+
+
+@gluon.jit
+def page_entries(table, chunk, tile, shape):
+    """Block table entries of a tile's pages. Pages behind the last visible token repeat the tile's first."""
+    PAGES: gl.constexpr = max(1, shape.TILE // shape.PAGE)
+    first = gl.load(table + tile * shape.TILE // shape.PAGE, mask=tile < chunk.last, other=0)
+    entries = (first,)
+    for i in gl.static_range(1, PAGES):
+        token = tile * shape.TILE + i * shape.PAGE
+        entries = entries + (gl.load(table + token // shape.PAGE, mask=token < chunk.kv_len, other=first),)
+    return entries
+
+
+@gluon.jit
+def load_tile(descriptor, dst, full, entries, slot, head, VIEW: gl.constexpr):
+    """Copy a tile, from `slot` of its first page on, page by page: `dst` lies on `full`."""
+    ROWS: gl.constexpr = descriptor.block_shape[0]
+    for i in gl.static_range(len(entries)):
+        row = entries[i] * VIEW[0] + head * VIEW[1] + slot
+        tma.async_load(descriptor, [row, head * VIEW[2]], full, dst.slice(i * ROWS, ROWS, dim=0))
+
+
+@gluon.jit
+def produce(buffers, k, v, k_scale, table, chunk, shape):
+    """The producer warp: keep the ring full."""
+    ring = buffers.ring
+    TILE_BYTES: gl.constexpr = shape.TILE * shape.D * ring.tiles.dtype.primitive_bitwidth // 8
+    TYPE0: gl.constexpr = shape.QUANT == "type0"
+    SCALE_BYTES: gl.constexpr = buffers.scales.shape[1] * 128 if TYPE0 else 0
+    at = Cursor.start(1)
+    ahead = page_entries(table, chunk, chunk.first, shape)
+    for tile in range(chunk.first, chunk.last):
+        entries = ahead
+        ahead = page_entries(table, chunk, tile + 1, shape)
+        slot = tile * shape.TILE % shape.PAGE
+        dst, full = ring.to_fill(at, TILE_BYTES + SCALE_BYTES)
+        load_tile(k, dst, full, entries, slot, chunk.head, shape.K_VIEW)
+        if TYPE0:
+            load_tile(k_scale, buffers.scales.index(at.slot), full, entries, slot // 32, chunk.head, shape.SCALE_VIEW)
+        at = at.next(ring.slots)
+        dst, full = ring.to_fill(at, TILE_BYTES)
+        load_tile(v, dst, full, entries, slot, chunk.head, shape.V_VIEW)
+        at = at.next(ring.slots)
+
+
+@gluon.aggregate
+class Rows:
+    """The query rows [first, first + N) of a pair, their results, and the workspace for partial states."""
+
+    q: gl.tensor
+    token_stride: gl.tensor
+    head_stride: gl.tensor
+    softmax_scale_log2: gl.tensor
+    q_scale: object  # None for bf16, as v_scale
+    v_scale: object
+    o: gl.tensor
+    lse: object
+    states: object
+    first: gl.tensor
+    valid: gl.tensor
+
+
+@gluon.jit
+def query_rows(rows, chunk, num_kv_heads, shape, layout: gl.constexpr):
+    """Row r of a pair is query token r // G, head r % G: (token of S, row of the results, whether it exists)."""
+    r = rows.first + gl.arange(0, shape.N, layout)
+    token = r // shape.G
+    row = (chunk.request.to(gl.int64) * shape.S + token) * num_kv_heads * shape.G + chunk.head * shape.G + r % shape.G
+    return token, row, r < shape.S * shape.G
+
+
+@gluon.constexpr_function
+def _scale_layout(TILE, RUN):
+    """K scales of a tile, `[TILE / RUN, RUN]`, placed as the rows of S^T are."""
+    at = lambda token: [token // RUN, token % RUN]  # noqa: E731
+    registers = [at(8), *(at(1 << i) for i in range(6, TILE.bit_length() - 1))]
+    lanes = [[0, 0], [0, 0], at(1), at(2), at(4)]
+    return gl.DistributedLinearLayout(registers, lanes, [at(16), at(32)], [], [TILE // RUN, RUN])
+
+
+@gluon.jit
+def token_scales(scales, shape, rows: gl.constexpr):
+    """Type 0 K scales of a tile; a page of 16 tokens uses half of its row of 32."""
+    RUN: gl.constexpr = min(shape.PAGE, 32)
+    x = scales.slice(0, RUN, dim=1).load(_scale_layout(shape.TILE, RUN)).reshape([shape.TILE])
+    return gl.convert_layout(x, rows, assert_trivial=True)
+
+
+@gluon.jit
+def zero_tail(tile, visible):
+    """Zero a tile's rows from `visible` on: their weights are zero, but 0 x NaN is not."""
+    BYTES: gl.constexpr = tile.dtype.primitive_bitwidth // 8
+    TILE: gl.constexpr = tile.shape[0]
+    WORDS: gl.constexpr = tile.shape[1] * BYTES // 2
+    words = tile.reinterpret(gl.int16, [TILE, WORDS], gl.NVMMASharedLayout(128, 16, 2))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WORDS, WORDS // 8], [4, 1], [1, 0])
+    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    words.store(gl.where((row < visible)[:, None], words.load(layout), 0))
+
+
+@gluon.jit
+def online_softmax(s, m, l):
+    """Take in a tile of base-2 scores `[TILE, N]`: weights, the factor for what came before, new maximum and sum.
+
+    l stays `[TILE, N]`, a sum per thread: only the maximum must be known to all warps before the next product.
+    """
+    m_new = gl.maximum(m, gl.max(s, 0))
+    shift = gl.where(m_new == NEG_INF, 0.0, m_new)  # columns that have seen nothing: avoids -inf - -inf
+    p = gl.exp2(s - shift[None, :])
+    alpha = gl.exp2(m - shift)
+    return p, alpha, m_new, l * alpha[None, :] + p
+
+
+@gluon.jit
+def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
+    """The four consumer warps: the state (m, l `[TILE, N]`, acc `[D, N]`) of a chunk.
+
+    q_scale `[N]` turns q.k into base-2 scores; limit `[N]`: the number of keys that a row sees.
+    """
+    ring = buffers.ring
+    ROWS: gl.constexpr = gl.SliceLayout(1, mma)
+    FP8: gl.constexpr = shape.QUANT != "none"
+    m = gl.full([shape.N], NEG_INF, gl.float32, gl.SliceLayout(0, mma))
+    l = gl.zeros([shape.TILE, shape.N], gl.float32, mma)
+    acc = gl.zeros([shape.D, shape.N], gl.float32, mma)
+    fresh = gl.zeros([shape.TILE, shape.N], gl.float32, mma)
+    at = Cursor.start(0)
+    for tile in range(chunk.first, chunk.last):
+        k = ring.filled(at)
+        s = warpgroup_mma(k, buffers.q.permute([1, 0]), fresh, use_acc=False)
+        if shape.QUANT == "type0":
+            s *= token_scales(buffers.scales.index(at.slot), shape, ROWS)[:, None]
+            fence_async_shared()  # ordinary reads of the scales, before TMA may write there again
+        at = ring.release(at)
+        token = tile * shape.TILE + gl.arange(0, shape.TILE, ROWS)
+        s = gl.where(token[:, None] < limit[None, :], s * q_scale[None, :], NEG_INF)
+        p, alpha, m, l = online_softmax(s, m, l)
+        if FP8:
+            buffers.p.permute([1, 0]).store(fp8.operand_tokens((p * P_SCALE).to(gl.float8e4nv)))
+        else:
+            buffers.p.permute([1, 0]).store(p.to(gl.bfloat16))
+        v = ring.filled(at)
+        if (tile + 1) * shape.TILE > chunk.kv_len:
+            zero_tail(v, chunk.kv_len - tile * shape.TILE)
+        fence_async_shared()
+        if FP8:
+            vt = fp8.transposed(v, mma)
+        else:
+            vt = v.permute([1, 0])
+        # a fresh accumulator per tile: across tiles the few bits of fp8's would lose up to 30 % (lesson 03)
+        o = warpgroup_mma(vt, buffers.p.permute([1, 0]), gl.zeros([shape.D, shape.N], gl.float32, mma), use_acc=False)
+        at = ring.release(at)
+        acc = acc * alpha[None, :] + o
+    return m, gl.sum(l, 0), acc
+
+
+@gluon.jit
+def normalizer(m, l, v_scale, valid):
+    """(what acc is multiplied by, natural-log lse): 0 and -inf for rows that have seen nothing, NaN if not `valid`."""
+    nan = float("nan")
+    seen = l != 0  # NaN, from visible NaN, stays NaN
+    l = gl.where(seen, l, 1.0)
+    factor = gl.where(seen, v_scale / l, 0.0)
+    lse = gl.where(seen, (m + gl.log2(l)) * LN_2, NEG_INF)
+    return gl.where(valid, factor, nan), gl.where(valid, lse, nan)
+
+
+@gluon.jit
+def value_scale(v_scale, head, QUANT: gl.constexpr):
+    """What the sum of P V is multiplied by: the scale of V, and P's taken back."""
+    if QUANT == "none":
+        return 1.0
+    elif QUANT == "type0":
+        return gl.load(v_scale + head) / P_SCALE
+    else:
+        return gl.load(v_scale) / P_SCALE
+
+
+@gluon.jit
+def state_offsets(slot, r, num_slots, R: gl.constexpr, D: gl.constexpr):
+    """Where acc, m and l of row r of a partial state lie in the workspace: acc `[slots, R, D]`, (m, l) `[slots, 2, R]`."""
+    at = slot.to(gl.int64) * R + r
+    m = num_slots.to(gl.int64) * R * D + at + slot.to(gl.int64) * R
+    return at * D, m, m + R
+
+
+@gluon.jit
+def store_result(rows, chunk, m, l, acc, v_scale, shape):
+    """Normalise and write; NaN rather than truncated attention if the request's length is not valid."""
+    factor, lse = normalizer(m, l, v_scale, rows.valid)
+    o = acc * factor[None, :]
+    num_kv_heads = gl.num_programs(1)
+    if rows.lse is not None:
+        _, row, exists = query_rows(rows, chunk, num_kv_heads, shape, lse.type.layout)
+        gl.store(rows.lse + row, lse, mask=exists)
+    if shape.QUANT != "none":
+        o = fp8.natural_rows(o)
+    _, row, exists = query_rows(rows, chunk, num_kv_heads, shape, gl.SliceLayout(0, o.type.layout))
+    d = gl.arange(0, shape.D, gl.SliceLayout(1, o.type.layout))
+    gl.store(rows.o + row[None, :] * shape.D + d[:, None], o.to(gl.bfloat16), mask=exists[None, :])
+
+
+@gluon.jit
+def store_state(rows, chunk, split, num_splits, m, l, acc, shape):
+    R: gl.constexpr = shape.S * shape.G
+    pairs = gl.num_programs(2) * gl.num_programs(1)
+    slot = (chunk.request * gl.num_programs(1) + chunk.head) * num_splits + split
+    r = rows.first + gl.arange(0, shape.N, m.type.layout)
+    _, m_at, l_at = state_offsets(slot, r, pairs * num_splits, R, shape.D)
+    gl.store(rows.states + m_at, m, mask=r < R)
+    gl.store(rows.states + l_at, l, mask=r < R)
+    if shape.QUANT != "none":
+        acc = fp8.natural_rows(acc)
+    r = rows.first + gl.arange(0, shape.N, gl.SliceLayout(0, acc.type.layout))
+    at, _, _ = state_offsets(slot, r, pairs * num_splits, R, shape.D)
+    d = gl.arange(0, shape.D, gl.SliceLayout(1, acc.type.layout))
+    gl.store(rows.states + at[None, :] + d[:, None], acc, mask=(r < R)[None, :])
+
+
+@gluon.jit
+def attend(buffers, rows, k_scale, chunk, split, num_splits, shape, SPLIT: gl.constexpr):
+    """The consumer warps, from loading q to storing the result or the partial state."""
+    FP8: gl.constexpr = shape.QUANT != "none"
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.N, 32 if FP8 else 16])
+    load: gl.constexpr = gl.BlockedLayout(
+        [1, 128 // rows.q.dtype.element_ty.primitive_bitwidth], [2, 16], [4, 1], [1, 0]
+    )
+    num_kv_heads = gl.num_programs(1)
+
+    token, row, exists = query_rows(rows, chunk, num_kv_heads, shape, gl.SliceLayout(1, load))
+    at = (chunk.request.to(gl.int64) * shape.S + token) * rows.token_stride
+    at += (row % (num_kv_heads * shape.G)) * rows.head_stride
+    d = gl.arange(0, shape.D, gl.SliceLayout(0, load))
+    buffers.q.store(gl.load(rows.q + at[:, None] + d[None, :], mask=exists[:, None], other=0.0))
+
+    token, row, exists = query_rows(rows, chunk, num_kv_heads, shape, gl.SliceLayout(0, mma))
+    scale = gl.full([shape.N], rows.softmax_scale_log2, gl.float32, gl.SliceLayout(0, mma))
+    if FP8:
+        scale *= gl.load(rows.q_scale + row, mask=exists, other=0.0)
+    if shape.QUANT == "type1":
+        scale *= gl.load(k_scale)
+    v_scale = value_scale(rows.v_scale, chunk.head, shape.QUANT)
+    limit = gl.minimum(chunk.kv_len - shape.S + 1 + token, chunk.kv_len)
+    fence_async_shared()
+    m, l, acc = consume(buffers, chunk, scale, limit, shape, mma)
+
+    if (chunk.first == 0) & (chunk.last * shape.TILE >= chunk.kv_len):
+        store_result(rows, chunk, m, l, acc, v_scale, shape)
+    elif SPLIT:
+        store_state(rows, chunk, split, num_splits, m, l, acc, shape)
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "capacity", "num_splits"],
+    do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "block_table", "seq_lens", "lse"],
+)
+def decode_kernel(
+    k, v, k_scale, q, q_token_stride, q_head_stride, q_scale, v_scale, block_table, table_stride, seq_lens, capacity,
+    o, lse, states, num_splits, softmax_scale_log2,
+    S: gl.constexpr, G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
+    QUANT: gl.constexpr, K_VIEW: gl.constexpr, V_VIEW: gl.constexpr, SCALE_VIEW: gl.constexpr, SLOTS: gl.constexpr,
+    MIN_TILES: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Grid (chunks x blocks of N rows, KV heads, requests)."""
+    BLOCKS: gl.constexpr = (S * G + N - 1) // N
+    split = gl.program_id(0) // BLOCKS
+    row_block = gl.program_id(0) % BLOCKS
+    head = gl.program_id(1)
+    request = gl.program_id(2)
+    table = block_table + request.to(gl.int64) * table_stride
+    gdc_launch_dependents()
+    prefetch_descriptors(QUANT)
+    prefetch_table(table, capacity // PAGE)
+    kv_len, valid = visible_length(seq_lens, capacity, request)
+    tiles = gl.cdiv(kv_len, TILE)
+    share = chunk_tiles(tiles, num_splits, MIN_TILES)
+    if (split > 0) & (split * share >= tiles):
+        return
+    chunk = Chunk(request, head, kv_len, split * share, gl.minimum(split * share + share, tiles))
+    shape = Shape(S, G, N, D, TILE, PAGE, QUANT, K_VIEW, V_VIEW, SCALE_VIEW)
+    dtype: gl.constexpr = k.dtype
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    ring = Ring.allocate(dtype, SLOTS, TILE, D, k.layout)
+    buffers = Buffers(
+        ring,
+        gl.allocate_shared_memory(gl.float32, [SLOTS, TILE // min(PAGE, 32), 32], gl.NVMMASharedLayout(0, 32, 2))
+        if QUANT == "type0"
+        else ring.full,
+        gl.allocate_shared_memory(dtype, [N, D], gl.NVMMASharedLayout.get_default_for([N, D], dtype)),
+        gl.allocate_shared_memory(dtype, [N, TILE], gl.NVMMASharedLayout.get_default_for([N, TILE], dtype)),
+    )
+    rows = Rows(
+        q, q_token_stride, q_head_stride, softmax_scale_log2, q_scale, v_scale, o, lse, states,
+        row_block * N, valid,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (attend, (buffers, rows, k_scale, chunk, split, num_splits, shape, SPLIT)),
+            (produce, (buffers, k, v, k_scale, table, chunk, shape)),
+        ],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit(
+    do_not_specialize=["capacity", "num_splits"],
+    do_not_specialize_on_alignment=["v_scale", "seq_lens", "lse"],
+)
+def merge_kernel(
+    v_scale, seq_lens, capacity, o, lse, states, num_splits,
+    S: gl.constexpr, G: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, QUANT: gl.constexpr, MIN_TILES: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Grid (S * G rows, KV heads, requests): merge a row's partial states, `BLOCK` at a time."""
+    layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
+    r = gl.program_id(0)
+    head = gl.program_id(1)
+    request = gl.program_id(2)
+    kv_len, valid = visible_length(seq_lens, capacity, request)
+    tiles = gl.cdiv(kv_len, TILE)
+    chunks = gl.cdiv(tiles, chunk_tiles(tiles, num_splits, MIN_TILES))
+    scale = value_scale(v_scale, head, QUANT)
+    gdc_wait()
+    if chunks <= 1:
+        return  # written by the one CTA that saw all keys
+    pair = request * gl.num_programs(1) + head
+    num_slots = gl.num_programs(2) * gl.num_programs(1) * num_splits
+    d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    m = gl.to_tensor(NEG_INF)
+    l = gl.to_tensor(0.0)
+    acc = gl.zeros([D], gl.float32, gl.SliceLayout(0, layout))
+    for first in range(0, chunks, BLOCK):
+        chunk = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+        exists = chunk < chunks
+        acc_at, m_at, l_at = state_offsets(pair * num_splits + chunk, r, num_slots, S * G, D)
+        m_chunk = gl.load(states + m_at, mask=exists, other=NEG_INF)
+        l_chunk = gl.load(states + l_at, mask=exists, other=0.0)
+        acc_chunk = gl.load(states + acc_at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
+        m_new = gl.maximum(m, gl.max(m_chunk, 0))
+        shift = gl.where(m_new == NEG_INF, 0.0, m_new)
+        alpha = gl.exp2(m - shift)
+        weight = gl.exp2(m_chunk - shift)
+        l = l * alpha + gl.sum(l_chunk * weight, 0)
+        acc = acc * alpha + gl.sum(acc_chunk * weight[:, None], 0)
+        m = m_new
+    factor, row_lse = normalizer(m, l, scale, valid)
+    row = ((request.to(gl.int64) * S + r // G) * gl.num_programs(1) + head) * G + r % G
+    gl.store(o + row * D + d, (acc * factor).to(gl.bfloat16))
+    if lse is not None:
+        gl.store(lse + row, row_lse)
+
+
+def unsupported(k: Tensor, v: Tensor, k_scale: Tensor | None) -> str | None:
+    """Why TMA cannot read this cache, None if it can."""
+    paged = (k, v) if k_scale is None or k_scale.dim() != 4 else (k, v, k_scale)
+    return next((why for why in map(matrix_view, paged) if isinstance(why, str)), None)
+
+
+def rows_per_cta(rows: int) -> int:
+    """N: the least width of WGMMA that holds a pair's query rows, 64 at most. More rows take several CTAs."""
+    return min(64, max(8, triton.next_power_of_2(rows)))
+
+
+def _launches(
+    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
+    workspace, out, lse,
+) -> list[Launch]:  # fmt: skip
+    batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
+    group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
+    quant = "none" if q_scale is None else "type0" if k_scale.dim() == 4 else "type1"
+    rows = num_query_tokens * group
+    n = rows_per_cta(rows)
+    slots, registers = RING["bf16" if quant == "none" else "fp8"]
+    tokens = min(page_size, TILE)
+    k_tiles, k_view = tile_descriptor(k, tokens)
+    v_tiles, v_view = tile_descriptor(v, tokens)
+    scale_view = None
+    if quant == "type0":
+        k_scale, scale_view = tile_descriptor(k_scale, max(1, tokens // 32))
+    capacity = block_table.shape[1] * page_size
+    shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=TILE, QUANT=quant, MIN_TILES=min_tiles)
+    decode = Launch(
+        decode_kernel,
+        (num_splits * triton.cdiv(rows, n), num_kv_heads, batch),
+        (
+            k_tiles, v_tiles, k_scale, q, *q.stride()[:2], q_scale, v_scale, block_table, block_table.stride(0),
+            seq_lens, capacity, out, lse, workspace, num_splits, softmax_scale * LOG2_E,
+        ),
+        dict(
+            **shape, N=n, PAGE=page_size, K_VIEW=k_view, V_VIEW=v_view, SCALE_VIEW=scale_view, SPLIT=num_splits > 1,
+            SLOTS=slots, num_warps=4, maxnreg=registers,
+        ),
+    )  # fmt: skip
+    if num_splits == 1:
+        return [decode]
+    args = (v_scale, seq_lens, capacity, out, lse, workspace, num_splits)
+    merge = Launch(
+        merge_kernel, (rows, num_kv_heads, batch), args, dict(**shape, BLOCK=16, num_warps=4, launch_pdl=True)
+    )
+    return [decode, merge]
+
+
+_bound: dict[tuple, list[Bound]] = {}
+
+
+def prepare(
+    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
+    workspace, out, lse,
+):  # fmt: skip
+    """A function without arguments that runs this call, for tensors on a GPU: the cheapest launch there is."""
+    if workspace is None and num_splits > 1:
+        slots = num_states(seq_lens.shape[0] * k.shape[2], num_splits, None)
+        rows = num_query_tokens * (q.shape[1] // k.shape[2])
+        workspace = torch.empty(num_floats(slots, rows, q.shape[2]), dtype=torch.float32, device=q.device)
+    call = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits)
+    call += (min_tiles, workspace, out, lse)
+    device = q.device
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (q, out, workspace))
+    if device.type == "cpu" or not aligned:
+        launches = _launches(*call)
+        return lambda: [launch.run(device) for launch in launches]
+    paged_scale = k_scale is not None and k_scale.dim() == 4
+    key = (
+        device.index, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
+        k_scale.stride() if paged_scale else k_scale is None, block_table.shape[1], block_table.stride(0),
+        num_query_tokens, softmax_scale, num_splits, min_tiles, lse is None,
+    )  # fmt: skip
+    bound = _bound.get(key)
+    if bound is None:
+        bound = _bound[key] = [Bound(launch) for launch in _launches(*call)]
+    bases = (k, v, k_scale) if paged_scale else (k, v)
+    tensors = (None if paged_scale else k_scale, q, q_scale, v_scale, block_table, seq_lens, out, lse, workspace)
+    steps = [(bound[0], bound[0].arguments(tensors, bases))]
+    if num_splits > 1:
+        steps.append((bound[1], bound[1].arguments((v_scale, seq_lens, out, lse, workspace), ())))
+
+    def run(tensors=call, index=device.index):  # their addresses are in the steps: `tensors` keeps them alive
+        for kernel, arguments in steps:
+            kernel(arguments, index)
+
+    return run
+
+
+def launch(*call) -> None:
+    """Run decode. Arguments as in `prepare`, checked by `hpcattn.attention_decode`."""
+    prepare(*call)()

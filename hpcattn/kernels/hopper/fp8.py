@@ -1,0 +1,68 @@
+"""The transposed fp8 value tile as a register operand of WGMMA.
+
+Decode multiplies V^T by P^T. WGMMA reads a bf16 tile transposed from shared memory, an fp8 tile never: in memory the
+bytes of one feature d lie a row apart, and the operand wants four tokens of one d in a register. `ldmatrix.trans` moves
+pairs of bytes, (token, d) and (token, d + 1), so that two of its registers hold two features of four tokens; one PRMT
+each sorts them by feature. What order the features and tokens then have is a matter of labels: `transposed` gives the
+operand with relabelled rows and tokens, P^T is relabelled the same way (`operand_tokens`), and the product's rows are
+named back when they are written (`natural_rows`). No data moves for that.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Bytes 0 2 | 0 2 and 1 3 | 1 3 of two registers (token pairs t, t + 1 | t + 8, t + 9): even and odd features. The second
+# register comes first in odd bytes, which exchanges token bits 0 and 3: neighbours in P become tokens t and t + 8.
+_SORT = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240;\nprmt.b32 $1, $2, $3, 0x7351;")
+
+
+@gluon.constexpr_function
+def _pairs(D, TILE):
+    """Layout of the tile seen as pairs of features, `[D / 2, TILE]`, in which a load is `ldmatrix.trans`."""
+    registers = [[0, 1], [0, 8], *([0, 1 << i] for i in range(4, TILE.bit_length() - 1)), [8, 0]]
+    registers += [[1 << i, 0] for i in range(6, (D // 2).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [D // 2, TILE])
+
+
+@gluon.jit
+def transposed(v, mma: gl.constexpr):
+    """e4m3 v `[TILE, D]` in shared memory, 128-byte swizzle, as left operand `[D, TILE]` of a product with layout mma."""
+    TILE: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[1]
+    pairs = v.reinterpret(gl.int16, [TILE, D // 2], gl.NVMMASharedLayout(128, 16, 2)).permute([1, 0])
+    even, odd = gl.inline_asm_elementwise(
+        _SORT,
+        "=r,=r,r,r",
+        [pairs.load(_pairs(D, TILE))],
+        dtype=(gl.float8e4nv, gl.float8e4nv),
+        is_pure=True,
+        pack=4,
+    )
+    x = gl.join(even, odd).reshape([D // 128, 4, 2, 8, TILE // 16, 2, 4, 2, 2])
+    x = x.permute([0, 2, 1, 8, 3, 4, 6, 5, 7]).reshape([D, TILE])
+    return gl.convert_layout(x, gl.DotOperandLayout(0, mma, 4), assert_trivial=True)
+
+
+@gluon.jit
+def operand_tokens(p):
+    """P^T `[TILE, N]` with its tokens in the order of the operand."""
+    TILE: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return p.reshape([TILE // 16, 2, 4, 2, N]).permute([0, 2, 3, 1, 4]).reshape([TILE, N])
+
+
+@gluon.constexpr_function
+def _wide(layout):
+    """The same placement, registers ordered so that neighbouring features come first: the stores get wider."""
+    registers = sorted(layout.reg_bases, key=lambda base: (base[1] != 0, base))
+    return gl.DistributedLinearLayout(registers, layout.lane_bases, layout.warp_bases, layout.block_bases, layout.shape)
+
+
+@gluon.jit
+def natural_rows(acc):
+    """The product `[D, N]` with its rows in the order of the features."""
+    D: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    x = acc.reshape([D // 128, 2, 4, 2, 8, N]).permute([0, 2, 1, 4, 3, 5]).reshape([D, N])
+    return gl.convert_layout(x, _wide(x.type.layout), assert_trivial=True)
