@@ -201,13 +201,26 @@ def _resources(ptx: str, fp_fusion: bool) -> dict[str, int]:
 @contextmanager
 def record_launches() -> Iterator[list[Variant]]:
     """While active, launching a kernel doesn't run it but adds what it would compile to the list."""
+    global _recording
     launches: list[Variant] = []
 
     def run(self, *args, grid, warmup=False, **kwargs):
         launches.append(Variant.from_launch(self.__name__, self, *args, **kwargs))
 
     with patch.object(JITFunction, "run", run), patch.object(PortableFunction, "run", run):
-        yield launches
+        _recording = True
+        try:
+            yield launches
+        finally:
+            _recording = False
+
+
+_recording = False
+
+
+def recording() -> bool:
+    """Whether launches are being noted instead of run."""
+    return _recording
 
 
 def variants_of(name: str, call: Callable[[], Any]) -> list[Variant]:

@@ -20,6 +20,8 @@ def define_operator(schema: str, fn: Callable[..., None]) -> None:
     _library.define(f"{schema} -> ()", tags=torch.Tag.pt2_compliant_tag)
 
     def on_its_device(x: torch.Tensor, *args) -> None:  # Triton launches on the current device and stream
+        if torch.cuda.current_device() == x.device.index:
+            return fn(x, *args)
         with torch.cuda.device(x.device):
             fn(x, *args)
 

@@ -37,9 +37,10 @@ __all__ = [
 
 CTAS_PER_SM = 2
 MIN_QUOTA = 2  # tiles: below this, merging costs more than it balances
-LONGEST_CHUNK = 32  # tiles, see `static_splits`
-SHORTEST_CHUNK = 8
-MOST_WAVES = 16
+LONG_REQUEST = 4096  # tokens, as the next
+SHORTEST_CHUNK = 512
+RAGGED_SPLITS = 32
+MOST_WAVES = 8
 CPU_SMS = 4  # what the interpreter pretends to have
 
 
@@ -165,25 +166,27 @@ def saturating_splits(batch: int, num_kv_heads: int, max_seq_len: int, device: t
     return max(1, min(wanted, max_seq_len // TILE))
 
 
-def static_splits(batch: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> tuple[int, int]:
-    """(chunks per pair, least tiles per chunk) of the Hopper kernels' static schedule.
+def static_splits(ctas: int, max_seq_len: int, device: torch.device) -> tuple[int, int]:
+    """(chunks per pair, least tokens per chunk) of the Hopper kernels' static schedule; `ctas`: its grid unsplit.
 
-    Enough chunks to fill the GPU; and since lengths may differ, no chunk of the longest possible request longer than
-    `LONGEST_CHUNK`, as long as that many CTAs are a few waves. Shorter requests take fewer chunks than the grid has
-    room for: none is shorter than `SHORTEST_CHUNK`, below which a merge costs more than it saves.
+    A CTA streams at twice its share of the memory's bandwidth, so that half as many CTAs as multiprocessors keep it
+    busy: up to there, requests are split. Where lengths may differ much, because the table has room for requests longer
+    than `LONG_REQUEST`, each is cut into `RAGGED_SPLITS` chunks, as long as that makes few waves of CTAs. No chunk is
+    shorter than `SHORTEST_CHUNK` tokens, below which its share of the merge costs more than it saves. All measured on
+    an H200.
     """
-    pairs = max(1, batch * num_kv_heads)
-    tiles = max_seq_len // TILE
-    room = CTAS_PER_SM * multiprocessors(device)
-    ragged = min(math.ceil(tiles / LONGEST_CHUNK), MOST_WAVES * room // pairs)
-    return max(1, min(max(room // pairs, ragged), tiles // SHORTEST_CHUNK)), SHORTEST_CHUNK
+    sms = multiprocessors(device)
+    splits = sms // (2 * max(1, ctas))
+    if max_seq_len > LONG_REQUEST:
+        splits = max(splits, min(RAGGED_SPLITS, MOST_WAVES * sms // max(1, ctas)))
+    return max(1, min(splits, max_seq_len // SHORTEST_CHUNK)), SHORTEST_CHUNK
 
 
 def static_chunks(
-    seq_lens: list[int], num_kv_heads: int, num_splits: int, min_tiles: int = 1
+    seq_lens: list[int], num_kv_heads: int, num_splits: int, *, tile: int = TILE, min_tiles: int = 1
 ) -> list[list[list[int]]]:  # fmt: skip
-    """`[request][head]`: where the chunks of the static schedule start."""
-    chunk = [max(min_tiles, math.ceil(math.ceil(n / TILE) / num_splits)) * TILE for n in seq_lens]
+    """`[request][head]`: where the chunks of the static schedule start, `tile` as the kernel's."""
+    chunk = [max(min_tiles, math.ceil(math.ceil(n / tile) / num_splits)) * tile for n in seq_lens]
     return [[list(range(0, max(1, n), c))] * num_kv_heads for n, c in zip(seq_lens, chunk, strict=True)]
 
 

@@ -8,8 +8,9 @@ from itertools import cycle, product
 
 import torch
 
-from hpcattn import attention_decode, attention_prefill, gather_kv, plan_decode
+from hpcattn import PagedKVCache, attention_decode, attention_prefill, gather_kv, plan_decode  # noqa: F401
 from hpcattn.bench.workloads import Inputs, Workload
+from hpcattn.kernels.hopper.decode import configuration
 from hpcattn.kernels.portable.decode import TILE
 from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
 from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
@@ -21,7 +22,9 @@ BOUND = {"bf16": 4e-3, "fp8": 1e-2}  # fp8 against the oracle that models the ro
 PLAIN_BOUND, LSE_BOUND = 5e-2, 1e-3
 
 
-def decode_grid(lengths: tuple[tuple[int, ...], ...]) -> list[tuple[Workload, str, int]]:
+def decode_grid(
+    lengths: tuple[tuple[int, ...], ...], *, rounds: int = 1, kv_heads: tuple[int, ...] = (1, 2, 3)
+) -> list[tuple[Workload, str, int]]:
     """(workload, schedule, splits): every format x layout x page size, the other axes cycling through their values.
 
     The cycles have lengths without common factors, so that pairs of axes meet too.
@@ -29,14 +32,15 @@ def decode_grid(lengths: tuple[tuple[int, ...], ...]) -> list[tuple[Workload, st
     others = zip(
         cycle((1, 8, 3, 4, 16, 5, 2)),  # group size
         cycle((1, 2, 3, 5, 4)),  # query tokens
-        cycle((1, 2, 3)),  # KV heads
+        cycle(kv_heads),
         cycle(lengths),
         cycle((("static", 1), ("static", 3), ("dynamic", 1))),
         cycle((0.0, 1.0)),  # mean of V
         strict=False,
     )
     grid = []
-    for ((dtype, quant), layout, page), other in zip(product(FORMATS, ("NHD", "HND"), PAGES), others, strict=False):
+    formats = list(product(FORMATS, ("NHD", "HND"), PAGES)) * rounds
+    for ((dtype, quant), layout, page), other in zip(formats, others, strict=False):
         group, s, heads, kv_lens, (schedule, splits), v_mean = other
         workload = Workload(
             suite="decode", case=f"v_mean={v_mean}", q_lens=(s,) * len(kv_lens), kv_lens=kv_lens, dtype=dtype,
@@ -76,16 +80,27 @@ def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int
     w = inputs.workload
     args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
     common = dict(scales=inputs.scales, num_query_tokens=w.num_query_tokens)
+    tile = TILE
+    if implementation == "hopper":
+        tile = configuration(inputs.q.dtype, w.head_dim, w.num_query_tokens * w.num_q_heads // w.num_kv_heads).tile
     if schedule == "dynamic":
         plan = plan_decode(inputs.seq_lens, w.num_kv_heads, num_ctas=7, min_quota=1, implementation=implementation)
         chunks, how = plan_chunks(plan), dict(plan=plan)
     else:
-        chunks, how = static_chunks(list(w.kv_lens), w.num_kv_heads, splits), dict(schedule=schedule, num_splits=splits)
+        chunks = static_chunks(list(w.kv_lens), w.num_kv_heads, splits, tile=tile)
+        how = dict(schedule=schedule, num_splits=splits)
     out = torch.full_like(inputs.q, math.nan, dtype=torch.bfloat16)
     lse = torch.full(inputs.q.shape[:2], math.nan, device=inputs.q.device)
     attention_decode(*args, **common, **how, out=out, lse=lse, return_lse=True, implementation=implementation)
-    model = PModel(TILE, chunks=chunks) if w.dtype == "fp8" and implementation != "reference" else None
+    model = PModel(tile, chunks=chunks) if w.dtype == "fp8" and implementation != "reference" else None
     return hold(out, lse, w.dtype, inputs, attention_decode_reference(*args, **common, p_model=model))
+
+
+def run_hopper(inputs: Inputs, **options) -> torch.Tensor:
+    """The output of the Hopper decode kernel."""
+    args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
+    common = dict(scales=inputs.scales, num_query_tokens=inputs.workload.num_query_tokens)
+    return attention_decode(*args, **common, **options, implementation="hopper")
 
 
 def check_prefill(inputs: Inputs, implementation: str) -> float:

@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from hpcattn.bench.provenance import package_version
 from hpcattn.bench.workloads import Inputs, Workload
 from hpcattn.cache import gather_kv
-from hpcattn.decode import attention_decode
+from hpcattn.decode import attention_decode, decode_workspace
 from hpcattn.prefill import attention_prefill
 from hpcattn.quantization import dequantize, pad_q_scale, quantize_per_tensor
 from hpcattn.schedule import plan_decode
@@ -102,6 +102,8 @@ class Ours(Adapter):
         return "-"
 
     def supports(self, workload: Workload) -> bool:
+        if self.name == "hopper":
+            return workload.suite == "decode" and self.schedule == "static"
         scheduled = workload.suite == "decode" and self.name != "reference"
         return scheduled == (self.schedule != "-")
 
@@ -117,6 +119,11 @@ class Ours(Adapter):
             common["schedule"] = self.schedule
         if self.schedule == "dynamic":
             common["plan"] = self.planner(inputs)()
+        elif self.schedule == "static":
+            sizes = {"scales": inputs.scales, "num_query_tokens": inputs.workload.num_query_tokens}
+            common["workspace"] = decode_workspace(
+                inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens, **sizes, implementation=self.name
+            )
         position = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
         return lambda: attention_decode(*position, **common)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from hpcattn.inspection import Variant, variants_of
 
 __all__ = ["offline_variants"]
@@ -16,8 +18,30 @@ def offline_variants() -> list[Variant]:
         form = dtype if quant == "-" else f"{dtype} {quant}"
         for name, call in _calls(dtype, quant).items():
             found += variants_of(f"{name} {form}", call)
+        found += _hopper(form, dtype, quant)
     plans = [v for v in found if v.fn.__name__ in ("prefix_kernel", "search_kernel")]
     return [v for v in found if v not in plans] + plans[:2]  # a plan knows no format
+
+
+def _hopper(form: str, dtype: str, quant: str) -> list[Variant]:
+    """The Hopper decode kernel with N = 8, 16 and 32, small and large pages; one merge kernel."""
+    import hpcattn
+    from hpcattn.bench.workloads import Workload
+
+    found = []
+    sizes = ((1, 8, 128, 64, "NHD"), (4, 8, 128, 16, "HND"), (5, 16, 128, 256, "NHD"), (2, 4, 64, 32, "HND"))
+    for tokens, group, head_dim, page_size, layout in sizes[: 4 if dtype == "bf16" else 3]:
+        x = Workload(
+            suite="decode", case="", q_lens=(tokens,), kv_lens=(300,), num_q_heads=group, num_kv_heads=1, dtype=dtype,
+            quant=quant, head_dim=head_dim, page_size=page_size, layout=layout,
+        ).build()  # fmt: skip
+        for splits in (1, 2):
+            args = (x.q, x.cache, x.block_table, x.seq_lens)
+            how = dict(scales=x.scales, num_query_tokens=tokens, num_splits=splits, implementation="hopper")
+            name = f"hopper decode {tokens} x {group} rows, D {head_dim}, {'split' if splits > 1 else 'whole'} {form}"
+            found += variants_of(name, functools.partial(hpcattn.attention_decode, *args, **how))
+    merges = [v for v in found if v.fn.__name__ == "merge_kernel"]
+    return [v for v in found if v not in merges] + merges[:1]
 
 
 def _calls(dtype: str, quant: str) -> dict:

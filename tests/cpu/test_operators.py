@@ -79,7 +79,7 @@ def test_packed_keys_and_values(implementation):
     assert relative_error(o, expected) < cases.BOUND["bf16"]
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
+@pytest.mark.parametrize("implementation", ["hopper", "portable", "reference"])
 def test_joint_kv_and_strided_queries(decode_args, implementation):
     cache, q = decode_args["cache"], decode_args["q"]
     joint = PagedKVCache.allocate(cache.num_pages, 16, 2, 128, layout="HND", joint=True)
@@ -92,7 +92,7 @@ def test_joint_kv_and_strided_queries(decode_args, implementation):
     assert torch.equal(attention_decode(**args | dict(cache=joint, q=wide[:, 3:7])), expected)
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
+@pytest.mark.parametrize("implementation", ["hopper", "portable", "reference"])
 def test_softmax_scale(decode_args, implementation):
     q = decode_args["q"]
     doubled = attention_decode(**decode_args | dict(q=q * 2), implementation=implementation)
@@ -100,8 +100,10 @@ def test_softmax_scale(decode_args, implementation):
     assert torch.equal(doubled, scaled)
 
 
-@pytest.mark.parametrize("schedule", ["static", "dynamic"])
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
+@pytest.mark.parametrize(
+    ("implementation", "schedule"),
+    [("hopper", "static"), *((name, s) for name in ("portable", "reference") for s in ("static", "dynamic"))],
+)
 def test_length_beyond_the_table_gives_nan_rows(decode_args, implementation, schedule):
     right = attention_decode(**decode_args, implementation=implementation)
     decode_args["seq_lens"] = torch.tensor([16 * decode_args["block_table"].shape[1] + 1, 40], dtype=torch.int32)
@@ -196,7 +198,7 @@ def test_padded_q_scales(implementation):
         run(32, check_inputs="full")
 
 
-@pytest.mark.parametrize("implementation", ["portable", "reference"])
+@pytest.mark.parametrize("implementation", ["hopper", "portable", "reference"])
 def test_visible_nan_is_not_hidden(decode_args, implementation):
     cache, table = decode_args["cache"], decode_args["block_table"]
     cache.k[table[1, 0].long(), 5, 1] = math.nan
@@ -226,6 +228,13 @@ def planned(args, **changes):
     return replace(plan_decode(args["seq_lens"], 2), **changes)
 
 
+def uneven(cache):
+    """The same pages, a number of elements apart that is no multiple of the token stride."""
+    pages, tokens, heads, dim = cache.k.shape
+    pool = torch.zeros(2, pages * (tokens * heads * dim + 8), dtype=cache.dtype)
+    return PagedKVCache(*(x.as_strided(cache.k.shape, (tokens * heads * dim + 8, heads * dim, dim, 1)) for x in pool))
+
+
 BAD_DECODE = [
     _bad("q not a tensor", lambda a: dict(q=[1]), TypeError, "q must be", "list"),
     _bad("q dtype", lambda a: dict(q=a["q"].float()), TypeError, "q must", "bfloat16", "float32"),
@@ -250,7 +259,10 @@ BAD_DECODE = [
     _bad("schedule", lambda a: dict(schedule="fast"), ValueError, "schedule", "'dynamic'", "'fast'"),
     _bad("splits", lambda a: dict(num_splits=0), ValueError, "num_splits", "positive", "0"),
     _bad("implementation", lambda a: dict(implementation="cuda"), ValueError, "implementation", "portable", "'cuda'"),
-    _bad("hopper", lambda a: dict(implementation="hopper"), ValueError, "hopper", "use 'portable'"),
+    _bad("hopper dynamic", lambda a: dict(implementation="hopper", schedule="dynamic"), ValueError,
+         "static schedule only", "use 'portable'"),
+    _bad("hopper strides", lambda a: dict(cache=uneven(a["cache"]), implementation="hopper"), ValueError,
+         "token stride", "use 'portable'"),
     _bad("checks", lambda a: dict(check_inputs="some"), ValueError, "check_inputs", "full", "'some'"),
     _bad("out dtype", lambda a: dict(out=torch.empty(4, 4, 128)), TypeError, "out", "bfloat16", "float32"),
     _bad("lse shape", lambda a: dict(lse=torch.empty(4, 3)), ValueError, "lse", "[4, 4]", "[4, 3]"),
@@ -336,7 +348,7 @@ def test_opcheck_and_compile(decode_args, implementation, dynamic):
     cache, q = decode_args["cache"], decode_args["q"]
     tensors = (q, cache.k, cache.v, decode_args["block_table"], decode_args["seq_lens"])
     out, lse = torch.empty_like(q), torch.empty(4, 4)
-    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, implementation, None, out, lse)
+    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, 1, implementation, None, out, lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
 

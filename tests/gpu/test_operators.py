@@ -106,9 +106,12 @@ def test_head_major_pool_with_a_head_stride_of_two_to_the_30(device):
     assert relative_error(o[-1:], expected) < cases.BOUND["bf16"]
 
 
-@pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_no_synchronization_and_another_stream(step, schedule):
+@pytest.mark.parametrize(
+    ("implementation", "schedule"), [("portable", "static"), ("portable", "dynamic"), ("hopper", "static")]
+)
+def test_no_synchronization_and_another_stream(step, implementation, schedule):
     expected, _ = attention_decode_reference(**step)
+    step["implementation"] = implementation
     attention_decode(**step, schedule=schedule)  # compiles
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -178,6 +181,6 @@ def test_compiled_and_opcheck(step):
 
     assert torch.equal(torch.compile(model, fullgraph=True)(*tensors), model(*tensors))
     q = step["q"]
-    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, "portable", None, torch.empty_like(q), None)
+    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, 1, "portable", None, torch.empty_like(q), None)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)

@@ -1,45 +1,47 @@
 """Paged decode: TMA into a ring of tiles, small-M WGMMA, online softmax; the keys of a request split over CTAs.
 
 Scores are computed transposed, S^T = K Q^T: 64 tokens fill WGMMA's M, and the S * G query rows that share a KV head lie
-on N = 8 ... 64 instead of being padded to 64. The output follows as O^T += V^T P^T. One warp produces: it looks pages up
-and issues TMA copies, K and V of a tile in turn, as far ahead as the ring has slots. Four warps consume. A second kernel
-merges the partial states (m, l, acc) of requests that were split, as in Flash-Decoding (Dao et al., 2023).
+on N = 8, 16 or 32 instead of being padded to 64. The output follows as O^T += V^T P^T. One warp produces: it looks
+pages up and issues TMA copies, K and V of a tile in turn, as far ahead as the ring has slots. Four warps consume. A
+second kernel merges the partial states of requests that were split (`states`).
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    CachePolicy,
+    FractionalEvictionPolicy,
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from hpcattn.kernels.hopper import fp8
 from hpcattn.kernels.hopper.launch import Bound, Launch, matrix_view, tile_descriptor
 from hpcattn.kernels.hopper.pipeline import Cursor, Ring
+from hpcattn.kernels.hopper.states import (
+    NEG_INF,
+    P_SCALE,
+    chunk_tiles,
+    merge_kernel,
+    normalizer,
+    state_offsets,
+    value_scale,
+    visible_length,
+)
 from hpcattn.kernels.portable.common import LOG2_E
-from hpcattn.kernels.portable.decode import TILE, num_floats, num_states
+from hpcattn.kernels.portable.decode import num_floats, num_states
+from hpcattn.quantization import FP8
 
-# (slots of the ring, two per tile; registers per thread at launch): two CTAs fit on a multiprocessor
-RING = {"bf16": (6, 128), "fp8": (12, 128)}
-
-LN_2 = gl.constexpr(0.6931471805599453)
-NEG_INF = gl.constexpr(float("-inf"))
-P_SCALE = gl.constexpr(256.0)  # fp8 P is rounded at 256 times its value
-
-
-@gluon.jit
-def visible_length(seq_lens, capacity, request):
-    """(length, whether it is one that the block table can hold)."""
-    n = gl.load(seq_lens + request)
-    valid = (n >= 0) & (n <= capacity)
-    return gl.where(valid, n, 0), valid
-
-
-@gluon.jit
-def chunk_tiles(tiles, num_splits, MIN_TILES: gl.constexpr):
-    """Tiles per chunk of a request: an equal share, unless that is not worth a CTA."""
-    return gl.maximum(gl.cdiv(tiles, num_splits), MIN_TILES)
+# K and V are read once: leave what else is in L2 there
+STREAM = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
 
 @gluon.aggregate
@@ -80,28 +82,6 @@ class Shape:
 
 
 @gluon.jit
-def prefetch_descriptors(QUANT: gl.constexpr):
-    """Fetch the tensor maps, parameters 0, 5 and 10 of the kernel, while its first loads are under way."""
-    _prefetch_parameter(0)
-    _prefetch_parameter(5)
-    if QUANT == "type0":
-        _prefetch_parameter(10)
-
-
-@gluon.constexpr_function
-def _prefetch_asm(i):
-    return (
-        "{ .reg .b64 map; "
-        f"mov.b64 map, decode_kernel_param_{i}; cvta.param.u64 map, map; prefetch.tensormap [map]; }}"
-    )
-
-
-@gluon.jit
-def _prefetch_parameter(i: gl.constexpr):
-    gl.inline_asm(_prefetch_asm(i))
-
-
-@gluon.jit
 def prefetch_table(table, entries):
     """Bring a request's row of the block table (the first 16 KB of it) to L2: it is needed right after the length."""
     LINE: gl.constexpr = 32  # entries
@@ -128,7 +108,7 @@ def load_tile(descriptor, dst, full, entries, slot, head, VIEW: gl.constexpr):
     ROWS: gl.constexpr = descriptor.block_shape[0]
     for i in gl.static_range(len(entries)):
         row = entries[i] * VIEW[0] + head * VIEW[1] + slot
-        tma.async_load(descriptor, [row, head * VIEW[2]], full, dst.slice(i * ROWS, ROWS, dim=0))
+        tma.async_load(descriptor, [row, head * VIEW[2]], full, dst.slice(i * ROWS, ROWS, dim=0), cache_policy=STREAM)
 
 
 @gluon.jit
@@ -210,21 +190,24 @@ def zero_tail(tile, visible):
 
 
 @gluon.jit
-def online_softmax(s, m, l):
-    """Take in a tile of base-2 scores `[TILE, N]`: weights, the factor for what came before, new maximum and sum.
+def own_sum(p):
+    """Sum `[TILE, N]` over the tokens that a thread holds: `[4 warps, 8 lanes, N]`, nothing is exchanged."""
+    TILE: gl.constexpr = p.shape[0]
+    N: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([TILE // 64, 4, 2, 8, N]), 2), 0)
 
-    l stays `[TILE, N]`, a sum per thread: only the maximum must be known to all warps before the next product.
-    """
+
+@gluon.jit
+def online_softmax(s, m):
+    """Take in a tile of base-2 scores `[TILE, N]`: weights, the factor for what came before, the new maximum."""
     m_new = gl.maximum(m, gl.max(s, 0))
     shift = gl.where(m_new == NEG_INF, 0.0, m_new)  # columns that have seen nothing: avoids -inf - -inf
-    p = gl.exp2(s - shift[None, :])
-    alpha = gl.exp2(m - shift)
-    return p, alpha, m_new, l * alpha[None, :] + p
+    return gl.exp2(s - shift[None, :]), gl.exp2(m - shift), m_new
 
 
 @gluon.jit
 def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
-    """The four consumer warps: the state (m, l `[TILE, N]`, acc `[D, N]`) of a chunk.
+    """The four consumer warps: the state (m `[N]`, l `[N]`, acc `[D, N]`) of a chunk.
 
     q_scale `[N]` turns q.k into base-2 scores; limit `[N]`: the number of keys that a row sees.
     """
@@ -232,8 +215,9 @@ def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
     ROWS: gl.constexpr = gl.SliceLayout(1, mma)
     FP8: gl.constexpr = shape.QUANT != "none"
     m = gl.full([shape.N], NEG_INF, gl.float32, gl.SliceLayout(0, mma))
-    l = gl.zeros([shape.TILE, shape.N], gl.float32, mma)
+    l = own_sum(gl.zeros([shape.TILE, shape.N], gl.float32, mma))
     acc = gl.zeros([shape.D, shape.N], gl.float32, mma)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout))
     fresh = gl.zeros([shape.TILE, shape.N], gl.float32, mma)
     at = Cursor.start(0)
     for tile in range(chunk.first, chunk.last):
@@ -245,7 +229,8 @@ def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
         at = ring.release(at)
         token = tile * shape.TILE + gl.arange(0, shape.TILE, ROWS)
         s = gl.where(token[:, None] < limit[None, :], s * q_scale[None, :], NEG_INF)
-        p, alpha, m, l = online_softmax(s, m, l)
+        p, alpha, m = online_softmax(s, m)
+        l = l * gl.convert_layout(alpha, COLUMNS, assert_trivial=True)[None, None, :] + own_sum(p)
         if FP8:
             buffers.p.permute([1, 0]).store(fp8.operand_tokens((p * P_SCALE).to(gl.float8e4nv)))
         else:
@@ -253,46 +238,13 @@ def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
         v = ring.filled(at)
         if (tile + 1) * shape.TILE > chunk.kv_len:
             zero_tail(v, chunk.kv_len - tile * shape.TILE)
-        fence_async_shared()
-        if FP8:
-            vt = fp8.transposed(v, mma)
-        else:
-            vt = v.permute([1, 0])
+        vt = fp8.transposed(v, mma) if FP8 else v.permute([1, 0])
+        fence_async_shared()  # P before the product reads it, and ordinary reads of V before TMA may write there again
         # a fresh accumulator per tile: across tiles the few bits of fp8's would lose up to 30 % (lesson 03)
         o = warpgroup_mma(vt, buffers.p.permute([1, 0]), gl.zeros([shape.D, shape.N], gl.float32, mma), use_acc=False)
         at = ring.release(at)
         acc = acc * alpha[None, :] + o
-    return m, gl.sum(l, 0), acc
-
-
-@gluon.jit
-def normalizer(m, l, v_scale, valid):
-    """(what acc is multiplied by, natural-log lse): 0 and -inf for rows that have seen nothing, NaN if not `valid`."""
-    nan = float("nan")
-    seen = l != 0  # NaN, from visible NaN, stays NaN
-    l = gl.where(seen, l, 1.0)
-    factor = gl.where(seen, v_scale / l, 0.0)
-    lse = gl.where(seen, (m + gl.log2(l)) * LN_2, NEG_INF)
-    return gl.where(valid, factor, nan), gl.where(valid, lse, nan)
-
-
-@gluon.jit
-def value_scale(v_scale, head, QUANT: gl.constexpr):
-    """What the sum of P V is multiplied by: the scale of V, and P's taken back."""
-    if QUANT == "none":
-        return 1.0
-    elif QUANT == "type0":
-        return gl.load(v_scale + head) / P_SCALE
-    else:
-        return gl.load(v_scale) / P_SCALE
-
-
-@gluon.jit
-def state_offsets(slot, r, num_slots, R: gl.constexpr, D: gl.constexpr):
-    """Where acc, m and l of row r of a partial state lie in the workspace: acc `[slots, R, D]`, (m, l) `[slots, 2, R]`."""
-    at = slot.to(gl.int64) * R + r
-    m = num_slots.to(gl.int64) * R * D + at + slot.to(gl.int64) * R
-    return at * D, m, m + R
+    return m, gl.convert_layout(gl.sum(gl.sum(l, 0), 0), gl.SliceLayout(0, mma)), acc
 
 
 @gluon.jit
@@ -380,17 +332,17 @@ def decode_kernel(
     request = gl.program_id(2)
     table = block_table + request.to(gl.int64) * table_stride
     gdc_launch_dependents()
-    prefetch_descriptors(QUANT)
     prefetch_table(table, capacity // PAGE)
     kv_len, valid = visible_length(seq_lens, capacity, request)
     tiles = gl.cdiv(kv_len, TILE)
-    share = chunk_tiles(tiles, num_splits, MIN_TILES)
+    share = tiles
+    if SPLIT:
+        share = chunk_tiles(tiles, num_splits, MIN_TILES)
     if (split > 0) & (split * share >= tiles):
         return
     chunk = Chunk(request, head, kv_len, split * share, gl.minimum(split * share + share, tiles))
     shape = Shape(S, G, N, D, TILE, PAGE, QUANT, K_VIEW, V_VIEW, SCALE_VIEW)
     dtype: gl.constexpr = k.dtype
-    BITS: gl.constexpr = dtype.primitive_bitwidth
     ring = Ring.allocate(dtype, SLOTS, TILE, D, k.layout)
     buffers = Buffers(
         ring,
@@ -410,56 +362,8 @@ def decode_kernel(
             (produce, (buffers, k, v, k_scale, table, chunk, shape)),
         ],
         [1],
-        [24],
+        [40],
     )
-
-
-@gluon.jit(
-    do_not_specialize=["capacity", "num_splits"],
-    do_not_specialize_on_alignment=["v_scale", "seq_lens", "lse"],
-)
-def merge_kernel(
-    v_scale, seq_lens, capacity, o, lse, states, num_splits,
-    S: gl.constexpr, G: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, QUANT: gl.constexpr, MIN_TILES: gl.constexpr,
-    BLOCK: gl.constexpr,
-):  # fmt: skip
-    """Grid (S * G rows, KV heads, requests): merge a row's partial states, `BLOCK` at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
-    r = gl.program_id(0)
-    head = gl.program_id(1)
-    request = gl.program_id(2)
-    kv_len, valid = visible_length(seq_lens, capacity, request)
-    tiles = gl.cdiv(kv_len, TILE)
-    chunks = gl.cdiv(tiles, chunk_tiles(tiles, num_splits, MIN_TILES))
-    scale = value_scale(v_scale, head, QUANT)
-    gdc_wait()
-    if chunks <= 1:
-        return  # written by the one CTA that saw all keys
-    pair = request * gl.num_programs(1) + head
-    num_slots = gl.num_programs(2) * gl.num_programs(1) * num_splits
-    d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    m = gl.to_tensor(NEG_INF)
-    l = gl.to_tensor(0.0)
-    acc = gl.zeros([D], gl.float32, gl.SliceLayout(0, layout))
-    for first in range(0, chunks, BLOCK):
-        chunk = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-        exists = chunk < chunks
-        acc_at, m_at, l_at = state_offsets(pair * num_splits + chunk, r, num_slots, S * G, D)
-        m_chunk = gl.load(states + m_at, mask=exists, other=NEG_INF)
-        l_chunk = gl.load(states + l_at, mask=exists, other=0.0)
-        acc_chunk = gl.load(states + acc_at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
-        m_new = gl.maximum(m, gl.max(m_chunk, 0))
-        shift = gl.where(m_new == NEG_INF, 0.0, m_new)
-        alpha = gl.exp2(m - shift)
-        weight = gl.exp2(m_chunk - shift)
-        l = l * alpha + gl.sum(l_chunk * weight, 0)
-        acc = acc * alpha + gl.sum(acc_chunk * weight[:, None], 0)
-        m = m_new
-    factor, row_lse = normalizer(m, l, scale, valid)
-    row = ((request.to(gl.int64) * S + r // G) * gl.num_programs(1) + head) * G + r % G
-    gl.store(o + row * D + d, (acc * factor).to(gl.bfloat16))
-    if lse is not None:
-        gl.store(lse + row, row_lse)
 
 
 def unsupported(k: Tensor, v: Tensor, k_scale: Tensor | None) -> str | None:
@@ -468,39 +372,59 @@ def unsupported(k: Tensor, v: Tensor, k_scale: Tensor | None) -> str | None:
     return next((why for why in map(matrix_view, paged) if isinstance(why, str)), None)
 
 
-def rows_per_cta(rows: int) -> int:
-    """N: the least width of WGMMA that holds a pair's query rows, 64 at most. More rows take several CTAs."""
-    return min(64, max(8, triton.next_power_of_2(rows)))
+class Config(NamedTuple):
+    """Query rows per CTA, CTAs that share a pair's rows, tokens per tile, slots of the ring (two per tile)."""
+
+    n: int
+    blocks: int
+    tile: int
+    slots: int
 
 
-def _launches(
+RING_BYTES = 128 * 1024  # in flight; one CTA per multiprocessor
+REGISTERS = 144  # per thread at launch: 248 for the consumers, 40 for the producer, and room for a waiting merge
+
+
+@cache
+def configuration(dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+    """How the `rows` = S * G query rows of a pair are computed.
+
+    Two CTAs with half of the rows each beat one with all: the second reads K and V from L2. Long tiles pay the latency
+    of the softmax, which a tile's exchange of its maximum dominates, less often; wide ones in fp8 run out of registers.
+    """
+    n = min(32, max(8, triton.next_power_of_2(rows) // 2))
+    tile = 256 if dtype == FP8 and n < 32 else 128
+    return Config(n, triton.cdiv(rows, n), tile, RING_BYTES // (tile * head_dim * dtype.itemsize))
+
+
+def launches(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
     workspace, out, lse,
 ) -> list[Launch]:  # fmt: skip
+    """The launches of a call: the decode kernel, and the merge if requests are split. Arguments as in `prepare`."""
     batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     quant = "none" if q_scale is None else "type0" if k_scale.dim() == 4 else "type1"
     rows = num_query_tokens * group
-    n = rows_per_cta(rows)
-    slots, registers = RING["bf16" if quant == "none" else "fp8"]
-    tokens = min(page_size, TILE)
+    n, blocks, tile, slots = configuration(q.dtype, head_dim, rows)
+    tokens = min(page_size, tile)
     k_tiles, k_view = tile_descriptor(k, tokens)
     v_tiles, v_view = tile_descriptor(v, tokens)
     scale_view = None
     if quant == "type0":
         k_scale, scale_view = tile_descriptor(k_scale, max(1, tokens // 32))
     capacity = block_table.shape[1] * page_size
-    shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=TILE, QUANT=quant, MIN_TILES=min_tiles)
+    shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=tile, QUANT=quant, MIN_TILES=min_tiles)
     decode = Launch(
         decode_kernel,
-        (num_splits * triton.cdiv(rows, n), num_kv_heads, batch),
+        (num_splits * blocks, num_kv_heads, batch),
         (
             k_tiles, v_tiles, k_scale, q, *q.stride()[:2], q_scale, v_scale, block_table, block_table.stride(0),
             seq_lens, capacity, out, lse, workspace, num_splits, softmax_scale * LOG2_E,
         ),
         dict(
             **shape, N=n, PAGE=page_size, K_VIEW=k_view, V_VIEW=v_view, SCALE_VIEW=scale_view, SPLIT=num_splits > 1,
-            SLOTS=slots, num_warps=4, maxnreg=registers,
+            SLOTS=slots, num_warps=4, maxnreg=REGISTERS,
         ),
     )  # fmt: skip
     if num_splits == 1:
@@ -512,7 +436,8 @@ def _launches(
     return [decode, merge]
 
 
-_bound: dict[tuple, list[Bound]] = {}
+_bound: dict[tuple, list[Bound]] = {}  # what was launched before, by everything but addresses
+MAX_BOUND = 1024
 
 
 def prepare(
@@ -529,8 +454,8 @@ def prepare(
     device = q.device
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (q, out, workspace))
     if device.type == "cpu" or not aligned:
-        launches = _launches(*call)
-        return lambda: [launch.run(device) for launch in launches]
+        steps = launches(*call)
+        return lambda: [step.run(device) for step in steps]
     paged_scale = k_scale is not None and k_scale.dim() == 4
     key = (
         device.index, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
@@ -539,7 +464,9 @@ def prepare(
     )  # fmt: skip
     bound = _bound.get(key)
     if bound is None:
-        bound = _bound[key] = [Bound(launch) for launch in _launches(*call)]
+        if len(_bound) >= MAX_BOUND:
+            _bound.clear()
+        bound = _bound[key] = [Bound(launch) for launch in launches(*call)]
     bases = (k, v, k_scale) if paged_scale else (k, v)
     tensors = (None if paged_scale else k_scale, q, q_scale, v_scale, block_table, seq_lens, out, lse, workspace)
     steps = [(bound[0], bound[0].arguments(tensors, bases))]

@@ -11,8 +11,8 @@ named back when they are written (`natural_rows`). No data moves for that.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Bytes 0 2 | 0 2 and 1 3 | 1 3 of two registers (token pairs t, t + 1 | t + 8, t + 9): even and odd features. The second
-# register comes first in odd bytes, which exchanges token bits 0 and 3: neighbours in P become tokens t and t + 8.
+# Bytes 0 2 and 1 3 of two registers (tokens t, t + 1 | t + 8, t + 9): even and odd features. The two registers take
+# turns in the result, which exchanges token bits 0 and 3: neighbours in P become tokens t and t + 8.
 _SORT = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240;\nprmt.b32 $1, $2, $3, 0x7351;")
 
 
@@ -27,7 +27,7 @@ def _pairs(D, TILE):
 
 @gluon.jit
 def transposed(v, mma: gl.constexpr):
-    """e4m3 v `[TILE, D]` in shared memory, 128-byte swizzle, as left operand `[D, TILE]` of a product with layout mma."""
+    """e4m3 v `[TILE, D]` in shared memory, 128-byte swizzle, as left operand `[D, TILE]` of products in layout mma."""
     TILE: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[1]
     pairs = v.reinterpret(gl.int16, [TILE, D // 2], gl.NVMMASharedLayout(128, 16, 2)).permute([1, 0])

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from hpcattn import emulator
+from hpcattn.inspection import recording
 
 __all__ = ["Bound", "Launch", "matrix_view", "tile_descriptor"]
 
@@ -58,7 +59,7 @@ class Launch:
 
     def run(self, device: torch.device) -> None:
         """On a GPU; on a CPU, in the emulator."""
-        if device.type == "cpu":
+        if device.type == "cpu" and not recording():
             emulator.launch(self.kernel, self.grid, *self.args, **self.options)
         else:
             self.kernel[self.grid](*self.args, **self.options)
@@ -112,7 +113,7 @@ class Bound:
         return found
 
     def arguments(self, tensors: Iterable[Tensor | None], bases: Iterable[Tensor | None]) -> list:
-        """Arguments for these tensors, in the order of the kernel's, and these bases of its descriptors; None is passed over."""
+        """The kernel's arguments with these tensors and these bases of descriptors, each in its order, without None."""
         flat = self._flat.copy()
         for at, tensor in zip(self._tensors, (t for t in tensors if t is not None), strict=True):
             flat[at] = tensor.data_ptr()
