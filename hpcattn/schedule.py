@@ -40,7 +40,7 @@ MIN_QUOTA = 2  # tiles: below this, merging costs more than it balances
 LONG_REQUEST = 4096  # tokens, as the next
 SHORTEST_CHUNK = 512
 RAGGED_SPLITS = 32
-MOST_WAVES = 8
+MOST_WAVES = 16
 CPU_SMS = 4  # what the interpreter pretends to have
 
 

@@ -14,12 +14,13 @@ from hpcattn.kernels.hopper.decode import configuration
 from hpcattn.kernels.portable.decode import TILE
 from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
 from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
-from hpcattn.schedule import plan_chunks, static_chunks
+from hpcattn.schedule import multiprocessors, plan_chunks, static_chunks
 
 FORMATS = (("bf16", "-"), ("fp8", "type0"), ("fp8", "type1"))
 PAGES = (16, 32, 64, 128, 256)
 BOUND = {"bf16": 4e-3, "fp8": 1e-2}  # fp8 against the oracle that models the rounding of P
-PLAIN_BOUND, LSE_BOUND = 5e-2, 1e-3
+PLAIN_BOUND = 5e-2
+LSE_BOUND = {"bf16": 1e-3, "fp8": 4e-3}  # the fp8 tensor core keeps some 13 bits of a sum: 2^-13 of scores up to 20
 
 
 def decode_grid(
@@ -82,7 +83,9 @@ def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int
     common = dict(scales=inputs.scales, num_query_tokens=w.num_query_tokens)
     tile = TILE
     if implementation == "hopper":
-        tile = configuration(inputs.q.dtype, w.head_dim, w.num_query_tokens * w.num_q_heads // w.num_kv_heads).tile
+        rows, pairs = w.num_query_tokens * w.num_q_heads // w.num_kv_heads, len(w.kv_lens) * w.num_kv_heads
+        capacity, sms = inputs.block_table.shape[1] * w.page_size, multiprocessors(inputs.q.device)
+        tile = configuration(inputs.q.dtype, w.head_dim, rows, pairs, capacity, sms).tile
     if schedule == "dynamic":
         plan = plan_decode(inputs.seq_lens, w.num_kv_heads, num_ctas=7, min_quota=1, implementation=implementation)
         chunks, how = plan_chunks(plan), dict(plan=plan)
@@ -128,7 +131,7 @@ def hold(out, lse, dtype: str, inputs: Inputs, expected) -> float:
     blind = exact_lse == -math.inf
     assert torch.equal(lse == -math.inf, blind) and bool((out[blind] == 0).all()), "rows that see nothing"
     difference = (lse.double() - exact_lse)[~blind].abs()
-    assert bool((difference <= LSE_BOUND).all()), f"LSE off by {float(difference.max()):.1e}"
+    assert bool((difference <= LSE_BOUND[dtype]).all()), f"LSE off by {float(difference.max()):.1e}"
     return error
 
 
@@ -180,7 +183,7 @@ def check_single(attention, causal: bool, shape: tuple[int, ...], device: str) -
         o, lse = attention(*args, **scales, causal=causal)
         expected, expected_lse = single_reference(*(x.double() for x in exact), causal)
         assert relative_error(o, expected) < bound
-        torch.testing.assert_close(lse.double(), expected_lse, atol=LSE_BOUND, rtol=0)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=LSE_BOUND["fp8" if scales else "bf16"], rtol=0)
 
 
 def single_reference(q, k, v, causal: bool):

@@ -18,7 +18,9 @@ from hpcattn import (
 from hpcattn.bench.workloads import Workload
 
 SHAPES = cases.decode_grid(lengths=((1,),), rounds=3, kv_heads=(1, 3, 8))
-LENGTHS = ((1, 63, 64, 65), (4095, 3, 0), (127, 129, 256), (2, 255, 257, 5000), (9000, 700))
+LENGTHS = (
+    (1, 63, 64, 65, 300, 500, 41), (4095, 3, 0, 1000), (127, 129, 256, 400, 222, 333), (2, 255, 257, 5000), (9000, 700)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ pages up and issues TMA copies, K and V of a tile in turn, as far ahead as the r
 second kernel merges the partial states of requests that were split (`states`).
 """
 
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from hpcattn.kernels.hopper.states import (
 from hpcattn.kernels.portable.common import LOG2_E
 from hpcattn.kernels.portable.decode import num_floats, num_states
 from hpcattn.quantization import FP8
+from hpcattn.schedule import LONG_REQUEST, multiprocessors
 
 # K and V are read once: leave what else is in L2 there
 STREAM = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
@@ -386,13 +388,19 @@ REGISTERS = 144  # per thread at launch: 248 for the consumers, 40 for the produ
 
 
 @cache
-def configuration(dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """How the `rows` = S * G query rows of a pair are computed.
+def configuration(
+    dtype: torch.dtype, head_dim: int, rows: int, pairs: int, max_seq_len: int, multiprocessors: int
+) -> Config:
+    """How the `rows` = S * G query rows of each (request, KV head) pair are computed.
 
-    Two CTAs with half of the rows each beat one with all: the second reads K and V from L2. Long tiles pay the latency
-    of the softmax, which a tile's exchange of its maximum dominates, less often; wide ones in fp8 run out of registers.
+    Where half of the multiprocessors would idle, two CTAs with half of the rows each beat one with all: the second
+    reads K and V from L2. Long tiles pay the latency of the softmax, which the exchange of the maximum between warps
+    dominates, less often; wide ones in fp8 run out of registers. All measured on an H200.
     """
-    n = min(32, max(8, triton.next_power_of_2(rows) // 2))
+    n = max(8, triton.next_power_of_2(rows))
+    if 2 * pairs <= multiprocessors and max_seq_len <= LONG_REQUEST:
+        n = max(8, n // 2)
+    n = min(32, n)
     tile = 256 if dtype == FP8 and n < 32 else 128
     return Config(n, triton.cdiv(rows, n), tile, RING_BYTES // (tile * head_dim * dtype.itemsize))
 
@@ -406,14 +414,15 @@ def launches(
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     quant = "none" if q_scale is None else "type0" if k_scale.dim() == 4 else "type1"
     rows = num_query_tokens * group
-    n, blocks, tile, slots = configuration(q.dtype, head_dim, rows)
+    capacity = block_table.shape[1] * page_size
+    sms = multiprocessors(q.device)
+    n, blocks, tile, slots = configuration(q.dtype, head_dim, rows, batch * num_kv_heads, capacity, sms)
     tokens = min(page_size, tile)
     k_tiles, k_view = tile_descriptor(k, tokens)
     v_tiles, v_view = tile_descriptor(v, tokens)
     scale_view = None
     if quant == "type0":
         k_scale, scale_view = tile_descriptor(k_scale, max(1, tokens // 32))
-    capacity = block_table.shape[1] * page_size
     shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=tile, QUANT=quant, MIN_TILES=min_tiles)
     decode = Launch(
         decode_kernel,
@@ -442,44 +451,43 @@ MAX_BOUND = 1024
 
 def prepare(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
-    workspace, out, lse,
-):  # fmt: skip
-    """A function without arguments that runs this call, for tensors on a GPU: the cheapest launch there is."""
+    workspace, out, lse, key: Hashable | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """This call as a function without arguments, which costs the host a few microseconds on a GPU.
+
+    Arguments as in `hpcattn.attention_decode`, checked there. key: something that is equal for two calls only if all
+    their arguments but the addresses are.
+    """
     if workspace is None and num_splits > 1:
         slots = num_states(seq_lens.shape[0] * k.shape[2], num_splits, None)
         rows = num_query_tokens * (q.shape[1] // k.shape[2])
         workspace = torch.empty(num_floats(slots, rows, q.shape[2]), dtype=torch.float32, device=q.device)
     call = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits)
     call += (min_tiles, workspace, out, lse)
-    device = q.device
-    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in (q, out, workspace))
-    if device.type == "cpu" or not aligned:
+    aligned = not any(x is not None and x.data_ptr() % 16 for x in (q, out, workspace))
+    if q.device.type == "cpu" or not aligned:
         steps = launches(*call)
-        return lambda: [step.run(device) for step in steps]
-    paged_scale = k_scale is not None and k_scale.dim() == 4
-    key = (
-        device.index, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
-        k_scale.stride() if paged_scale else k_scale is None, block_table.shape[1], block_table.stride(0),
-        num_query_tokens, softmax_scale, num_splits, min_tiles, lse is None,
-    )  # fmt: skip
-    bound = _bound.get(key)
-    if bound is None:
+        return lambda: [step.run(q.device) for step in steps]
+    type0 = k_scale is not None and k_scale.dim() == 4
+    if key is None:
+        key = (
+            q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
+            k_scale.stride() if type0 else k_scale is None, block_table.shape, block_table.stride(),
+            num_query_tokens, softmax_scale, num_splits, min_tiles, lse is None,
+        )  # fmt: skip
+    kernels = _bound.get(key)
+    if kernels is None:
         if len(_bound) >= MAX_BOUND:
             _bound.clear()
-        bound = _bound[key] = [Bound(launch) for launch in launches(*call)]
-    bases = (k, v, k_scale) if paged_scale else (k, v)
-    tensors = (None if paged_scale else k_scale, q, q_scale, v_scale, block_table, seq_lens, out, lse, workspace)
-    steps = [(bound[0], bound[0].arguments(tensors, bases))]
+        kernels = _bound[key] = [Bound(launch) for launch in launches(*call)]
+    tensors = (None if type0 else k_scale, q, q_scale, v_scale, block_table, seq_lens, out, lse, workspace)
+    steps = [kernels[0].arguments(tensors, (k, v, k_scale) if type0 else (k, v))]
     if num_splits > 1:
-        steps.append((bound[1], bound[1].arguments((v_scale, seq_lens, out, lse, workspace), ())))
+        steps.append(kernels[1].arguments((v_scale, seq_lens, out, lse, workspace), ()))
 
-    def run(tensors=call, index=device.index):  # their addresses are in the steps: `tensors` keeps them alive
-        for kernel, arguments in steps:
-            kernel(arguments, index)
+    def run(tensors=call, device=q.device.index):  # their addresses are in the steps: `tensors` keeps them alive
+        for kernel, arguments in zip(kernels, steps, strict=True):
+            kernel(arguments, device)
 
     return run
 
-
-def launch(*call) -> None:
-    """Run decode. Arguments as in `prepare`, checked by `hpcattn.attention_decode`."""
-    prepare(*call)()

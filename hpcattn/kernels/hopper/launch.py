@@ -28,8 +28,8 @@ def matrix_view(x: Tensor) -> tuple[int, int, tuple[int, int, int]] | str:
     pages, tokens, heads, dim = x.shape
     page, row, head, _ = x.stride()
     row_bytes = row * x.element_size()
-    page_rows, in_page = divmod(page, row) if pages > 1 else (0, 0)
-    head_rows, head_columns = (0, 0) if heads == 1 else (0, head) if head < row else divmod(head, row)
+    page_rows, in_page = (page // row, page % row) if pages > 1 else (0, 0)
+    head_rows, head_columns = (0, 0) if heads == 1 else (head // row, head % row)
     if in_page or (head_rows and head_columns) or row_bytes % 16 or head_columns * x.element_size() % 16:
         return "page and head strides must be multiples of the token stride, and all of 16 bytes"
     rows = (pages - 1) * page_rows + (heads - 1) * head_rows + tokens
