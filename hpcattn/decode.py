@@ -111,7 +111,7 @@ def _bind(
     """Check and settle everything: arguments of `torch.ops.hpcattn.decode`, what to return after it, `_metadata`."""
     known = None
     if plan is None and schedule != "dynamic" and check_inputs == "shapes" and not torch.compiler.is_compiling():
-        options = (num_query_tokens, softmax_scale, schedule, num_splits, implementation)
+        options = (num_query_tokens, softmax_scale, schedule, num_splits, return_lse, implementation)
         known = _metadata(q, cache, block_table, seq_lens, scales, out, lse, workspace, options)
     call = _settled.get(known)
     checked = call is not None

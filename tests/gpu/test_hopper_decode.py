@@ -146,6 +146,15 @@ def test_compiled_and_opcheck(step):
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_with_and_without_lse_in_turn(step):
+    for return_lse in (True, False, True):
+        o = attention_decode(**step, return_lse=return_lse)
+        if return_lse:
+            o, lse = o
+            assert lse.isfinite().any()
+        assert torch.equal(o, attention_decode(**step, out=torch.empty_like(o)))
+
+
 def test_auto_is_hopper_here(step):
     step["implementation"] = "auto"
     assert torch.equal(attention_decode(**step), attention_decode(**step | dict(implementation="hopper")))

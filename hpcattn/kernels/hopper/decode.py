@@ -490,4 +490,3 @@ def prepare(
             kernel(arguments, device)
 
     return run
-
