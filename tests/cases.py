@@ -8,7 +8,7 @@ from itertools import cycle, product
 
 import torch
 
-from hpcattn import PagedKVCache, attention_decode, attention_prefill, gather_kv, plan_decode  # noqa: F401
+from hpcattn import attention_decode, attention_prefill, gather_kv, plan_decode
 from hpcattn.bench.workloads import Inputs, Workload
 from hpcattn.kernels.hopper.decode import configuration
 from hpcattn.kernels.portable.decode import TILE

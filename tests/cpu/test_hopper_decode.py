@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 
-from hpcattn import attention_decode, decode_workspace, emulator, explain, prepare_decode
+from hpcattn import PagedKVCache, attention_decode, decode_workspace, emulator, explain, prepare_decode
 from hpcattn.bench.workloads import Workload
 from hpcattn.cache import flatten_scales
 from hpcattn.inspection import variants
@@ -79,7 +79,7 @@ def test_compiled_and_opcheck(dynamic):
     torch.library.opcheck(torch.ops.hpcattn.decode.default, call, test_utils=("test_schema", "test_faketensor"))
 
     def model(q, k, v, table, lens):
-        cache = cases.PagedKVCache(k, v)
+        cache = PagedKVCache(k, v)
         return attention_decode(q * 2, cache, table, lens, num_query_tokens=5, implementation="hopper") + 1
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -113,7 +113,7 @@ def test_matrix_view_counts_every_element(layout, joint, heads):
 
 
 def hopper_cache(layout, joint, heads):
-    cache = cases.PagedKVCache.allocate(5, 32, heads, 64, layout=layout, joint=joint)
+    cache = PagedKVCache.allocate(5, 32, heads, 64, layout=layout, joint=joint)
     cache.k.copy_(torch.randn(cache.k.shape)), cache.v.copy_(torch.randn(cache.v.shape))
     return cache
 
