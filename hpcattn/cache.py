@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,6 +51,13 @@ class PagedKVCache:
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
+
+    @cached_property
+    def metadata(self) -> tuple:
+        """Shapes, strides, dtypes and devices, hashable: equal for caches that a call treats alike."""
+        return tuple(
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (self.k, self.v, self.k_scale)
+        )
 
     num_pages = property(lambda self: self.k.shape[0])
     page_size = property(lambda self: self.k.shape[1])

@@ -108,12 +108,11 @@ def _bind(
     q, cache, block_table, seq_lens, scales, num_query_tokens, softmax_scale, plan, schedule, num_splits, out, lse,
     workspace, return_lse, implementation, check_inputs,
 ) -> tuple[tuple, Tensor | tuple[Tensor, Tensor], tuple | None]:  # fmt: skip
-    """Check and settle everything: arguments of `torch.ops.hpcattn.decode`, what to return after it, `_metadata`."""
-    known = None
+    """Check and settle everything: arguments of `torch.ops.hpcattn.decode`, what to return after it, `_known`'s key."""
+    known = call = None
     if plan is None and schedule != "dynamic" and check_inputs == "shapes" and not torch.compiler.is_compiling():
         options = (num_query_tokens, softmax_scale, schedule, num_splits, return_lse, implementation)
-        known = _metadata(q, cache, block_table, seq_lens, scales, out, lse, workspace, options)
-    call = _settled.get(known)
+        known, call = _known(q, cache, block_table, seq_lens, scales, out, lse, workspace, options)
     checked = call is not None
     if not checked:
         check_options(check_inputs, softmax_scale)
@@ -134,6 +133,8 @@ def _bind(
             long_enough = workspace.numel() >= floats
             check_value("workspace", list(workspace.shape), long_enough, f"[{floats}] or longer, see decode_workspace")
         if known is not None:
+            if len(_settled) >= MAX_SETTLED:
+                _settled.clear()
             _settled[known] = call
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
@@ -148,20 +149,20 @@ def _bind(
 
 
 _settled: dict[tuple, Explanation] = {}  # calls that passed their checks, by all that these look at
+MAX_SETTLED = 4096
 
 
-def _metadata(q, cache, block_table, seq_lens, scales, out, lse, workspace, options: tuple) -> tuple | None:
-    """All that the checks look at, hashable; None if it cannot be had, so that they run and say what is wrong."""
-    if len(_settled) > 4096:
-        _settled.clear()
+def _known(q, cache, block_table, seq_lens, scales, out, lse, workspace, options: tuple) -> tuple:
+    """(all that the checks look at, what they settled before); (None, None) if they must run and say what is wrong."""
+    tensors = [q, block_table, seq_lens, out, lse, workspace]
     try:
-        tensors = (q, cache.k, cache.v, cache.k_scale, block_table, seq_lens, out, lse, workspace)
-        tensors += () if scales is None else (scales.q, scales.k, scales.v)
-        key = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors), *options)
-        hash(key)
+        if scales is not None:
+            tensors += scales.q, scales.k, scales.v
+        seen = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+        key = (cache.metadata, *seen, *options)
+        return key, _settled.get(key)
     except (AttributeError, TypeError):
-        return None
-    return key
+        return None, None
 
 
 @explains(attention_decode)

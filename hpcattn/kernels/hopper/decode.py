@@ -464,8 +464,8 @@ def prepare(
         workspace = torch.empty(num_floats(slots, rows, q.shape[2]), dtype=torch.float32, device=q.device)
     call = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits)
     call += (min_tiles, workspace, out, lse)
-    aligned = not any(x is not None and x.data_ptr() % 16 for x in (q, out, workspace))
-    if q.device.type == "cpu" or not aligned:
+    addresses = q.data_ptr() | out.data_ptr() | (0 if workspace is None else workspace.data_ptr())
+    if not q.is_cuda or addresses % 16:
         steps = launches(*call)
         return lambda: [step.run(q.device) for step in steps]
     type0 = k_scale is not None and k_scale.dim() == 4

@@ -86,42 +86,40 @@ class Bound:
         self._head = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, kernel.packed_metadata)
         self._head += (None,) * 5 + (run.arg_annotations, run.kernel_signature)  # hooks, scratch
         self._grid = launch.grid
-        self._maps: dict[tuple[int, int], list] = {}
+        self._maps: dict[tuple[int, int], Any] = {}
         self._meta = kernel.metadata.tensordesc_meta or ()
         self._flat: list[Any] = []
         self._tensors: list[int] = []  # positions of pointers in the flat arguments
-        self._descriptors: list[tuple[int, TensorDescriptor]] = []
+        self._descriptors: list[tuple[int, TensorDescriptor]] = []  # and of tensor maps
         for arg in launch.args:
             at = len(self._flat)
             if isinstance(arg, TensorDescriptor):
+                self._flat += make_tensordesc_arg(arg, self._meta[len(self._descriptors)], None)  # with sizes, strides
                 self._descriptors.append((at, arg))
-                self._flat += self._encoded(len(self._descriptors) - 1, arg.base)
             else:
                 self._tensors += [at] * isinstance(arg, Tensor)
                 self._flat.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
         self._flat += [None] * (len(launch.kernel.arg_names) - len(launch.args))  # constants
 
-    def _encoded(self, index: int, base: Tensor) -> list:
-        """Descriptor `index` with another base address, as the launcher takes it: a tensor map, sizes and strides."""
-        key = index, base.data_ptr()
-        found = self._maps.get(key)
-        if found is None:
-            if len(self._maps) >= self.MAX_MAPS:
-                self._maps.clear()
-            descriptor = replace(self._descriptors[index][1], base=base)
-            found = self._maps[key] = make_tensordesc_arg(descriptor, self._meta[index], None)
-        return found
-
-    def arguments(self, tensors: Iterable[Tensor | None], bases: Iterable[Tensor | None]) -> list:
-        """The kernel's arguments with these tensors and these bases of descriptors, each in its order, without None."""
+    def arguments(self, tensors: Iterable[Tensor | None], bases: Iterable[Tensor]) -> list:
+        """The kernel's arguments with these tensors (None is passed over) and these bases of descriptors, in order."""
         flat = self._flat.copy()
-        for at, tensor in zip(self._tensors, (t for t in tensors if t is not None), strict=True):
-            flat[at] = tensor.data_ptr()
-        for index, base in enumerate(b for b in bases if b is not None):
-            encoded = self._encoded(index, base)
-            at = self._descriptors[index][0]
-            flat[at : at + len(encoded)] = encoded
+        at = iter(self._tensors)
+        for tensor in tensors:
+            if tensor is not None:
+                flat[next(at)] = tensor.data_ptr()
+        for index, base in enumerate(bases):
+            key = index, base.data_ptr()
+            flat[self._descriptors[index][0]] = self._maps.get(key) or self._encode(key, base)
         return flat
+
+    def _encode(self, key: tuple[int, int], base: Tensor) -> Any:
+        """The tensor map of a descriptor with another base address."""
+        if len(self._maps) >= self.MAX_MAPS:
+            self._maps.clear()
+        descriptor = replace(self._descriptors[key[0]][1], base=base)
+        self._maps[key], *_ = make_tensordesc_arg(descriptor, self._meta[key[0]], None)
+        return self._maps[key]
 
     def __call__(self, arguments: list, device: int) -> None:
         self._launch(*self._grid, self._stream(device), *self._head, arguments)
