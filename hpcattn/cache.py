@@ -54,7 +54,10 @@ class PagedKVCache:
 
     @cached_property
     def metadata(self) -> tuple:
-        """Shapes, strides, dtypes and devices, hashable: equal for caches that a call treats alike."""
+        """Shapes, strides, dtypes and devices, hashable: equal for caches that a call treats alike.
+
+        Computed once: give the tensors no other storage, shape or strides afterwards.
+        """
         return tuple(
             None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (self.k, self.v, self.k_scale)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 
@@ -80,7 +81,7 @@ def attention_decode(
         workspace, return_lse, implementation, check_inputs,
     )  # fmt: skip
     if known is not None and q.is_cuda and type(q) is Tensor and torch.cuda.current_device() == q.device.index:
-        _prepare(*call, key=known)()  # what the dispatcher would do, 6 µs sooner; nothing traces or differentiates here
+        _prepare(*call, key=known)()  # what the dispatcher would do, 6 µs sooner; modes and profilers see kernels only
     else:
         torch.ops.hpcattn.decode(*call)
     return result
@@ -90,15 +91,26 @@ def prepare_decode(*args, **kwargs) -> Callable[[], Tensor | tuple[Tensor, Tenso
     """`attention_decode` with these arguments, as a function without any: the cheapest eager launch.
 
     Kernels, tensor maps and addresses are bound. A call reads what the tensors hold at that time, runs on the current
-    stream, and returns the same result tensors every time. Raises what `attention_decode` raises.
+    stream, and returns the same result tensors every time; it has one workspace, so calls must not overlap, and it must
+    outlive graphs that captured it. Raises what `attention_decode` raises, and ValueError for the dynamic schedule
+    without a plan.
     """
     bound = inspect.signature(attention_decode).bind(*args, **kwargs)
     bound.apply_defaults()
+    planned = bound.arguments["schedule"] != "dynamic" or bound.arguments["plan"] is not None
+    check_value("plan", None, planned, "given for schedule='dynamic': a prepared call does not build it anew")
     call, result, _ = _bind(**bound.arguments)
-    run = _prepare(*call)
+    device = call[0].device
+    guard = contextlib.nullcontext() if device.type != "cuda" else torch.cuda.device(device)
+    with guard:
+        run = _prepare(*call)
 
     def prepared():
-        run()
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            with guard:
+                run()
+        else:
+            run()
         return result
 
     return prepared
@@ -172,7 +184,8 @@ def _resolve(
     """Check everything but the buffers, and settle every "auto"."""
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     check_cache(cache, device)
-    check_value("num_query_tokens", num_query_tokens, num_query_tokens in (1, 2, 3, 4, 5), "an integer from 1 to 5")
+    few = isinstance(num_query_tokens, int) and 1 <= num_query_tokens <= 5
+    check_value("num_query_tokens", num_query_tokens, few, "an integer from 1 to 5")
     check_seq_lens(seq_lens, device)
     batch = seq_lens.shape[0]
     check_value("seq_lens", [batch], batch < 65536, "at most 65535 requests long")
@@ -189,7 +202,7 @@ def _resolve(
         fits = plan.num_kv_heads == cache.num_kv_heads
         check_value("plan", plan.num_kv_heads, fits, f"for {cache.num_kv_heads} KV heads")
         check_value("schedule", schedule, schedule != "static", "'dynamic' or 'auto' when a plan is given")
-    whole = num_splits is None or (num_splits == int(num_splits) and num_splits >= 1)
+    whole = num_splits is None or (isinstance(num_splits, int) and num_splits >= 1)
     check_value("num_splits", num_splits, whole, "None or a positive integer")
 
     if schedule == "auto":

@@ -8,7 +8,7 @@ from itertools import cycle, product
 
 import torch
 
-from hpcattn import attention_decode, attention_prefill, gather_kv, plan_decode
+from hpcattn import attention_decode, attention_prefill, explain, gather_kv, plan_decode
 from hpcattn.bench.workloads import Inputs, Workload
 from hpcattn.kernels.hopper.decode import configuration
 from hpcattn.kernels.portable.decode import TILE
@@ -76,8 +76,11 @@ def build(workload: Workload, device: str) -> Inputs:
     return replace(inputs, block_table=torch.where(unused, garbage, inputs.block_table))
 
 
-def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int) -> float:
-    """Run a decode into poisoned buffers, hold o and LSE to the oracle, and give the error of o."""
+def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int | None) -> float:
+    """Run a decode into poisoned buffers, hold o and LSE to the oracle, and give the error of o.
+
+    splits: None for as many as the operator chooses.
+    """
     w = inputs.workload
     args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
     common = dict(scales=inputs.scales, num_query_tokens=w.num_query_tokens)
@@ -90,8 +93,10 @@ def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int
         plan = plan_decode(inputs.seq_lens, w.num_kv_heads, num_ctas=7, min_quota=1, implementation=implementation)
         chunks, how = plan_chunks(plan), dict(plan=plan)
     else:
-        chunks = static_chunks(list(w.kv_lens), w.num_kv_heads, splits, tile=tile)
         how = dict(schedule=schedule, num_splits=splits)
+        chosen = explain(attention_decode, *args, **common, **how, implementation=implementation)
+        counts = dict(num_splits=chosen["num_splits"], min_tiles=chosen["min_tiles"])
+        chunks = static_chunks(list(w.kv_lens), w.num_kv_heads, tile=tile, **counts)
     out = torch.full_like(inputs.q, math.nan, dtype=torch.bfloat16)
     lse = torch.full(inputs.q.shape[:2], math.nan, device=inputs.q.device)
     attention_decode(*args, **common, **how, out=out, lse=lse, return_lse=True, implementation=implementation)

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cases
 import pytest
@@ -13,7 +14,8 @@ from hpcattn.bench.workloads import Workload
 from hpcattn.cache import flatten_scales
 from hpcattn.inspection import variants
 from hpcattn.kernels.hopper import decode as hopper
-from hpcattn.kernels.hopper.launch import matrix_view
+from hpcattn.kernels.hopper.launch import Bound, matrix_view
+from hpcattn.quantization import FP8
 from hpcattn.schedule import LONG_REQUEST, SHORTEST_CHUNK, static_splits
 
 GRID = cases.decode_grid(lengths=((1, 70), (0, 330, 3), (255, 256, 257), (2, 700)))
@@ -118,16 +120,95 @@ def hopper_cache(layout, joint, heads):
     return cache
 
 
-@pytest.mark.parametrize("sizes", [(1, 512), (64, 512), (64, 4096), (32, 65536), (4096, 131072), (8, 0)])
-def test_static_splits(sizes, monkeypatch):
-    """Half the multiprocessors are enough; ragged batches get more; few waves; no short chunks."""
-    ctas, longest = sizes
+@pytest.mark.parametrize(
+    ("ctas", "longest", "expected"),
+    [
+        (1, 512, 1), (1, 4096, 8), (8, 4096, 8), (32, 4096, 2), (64, 4096, 1),  # half the multiprocessors are enough
+        (8, 65536, 32), (32, 65536, 32), (32, 131072, 32), (16, 16384, 32), (1, 8192, 16),  # lengths may differ much
+        (100, 131072, 21), (4096, 131072, 1), (8, 0, 1),
+    ],
+)  # fmt: skip
+def test_static_splits(ctas, longest, expected, monkeypatch):
     monkeypatch.setattr("hpcattn.schedule.multiprocessors", lambda device: 132)
-    splits, shortest = static_splits(ctas, longest, torch.device("cpu"))
-    assert shortest == SHORTEST_CHUNK and 1 <= splits <= max(1, longest // shortest)
-    assert splits == 1 or ctas * splits <= 16 * 132
-    if longest <= LONG_REQUEST:
-        assert splits == 1 or ctas * splits <= 66
+    assert static_splits(ctas, longest, torch.device("cpu")) == (expected, SHORTEST_CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "rows", "pairs", "longest", "expected"),
+    [
+        (torch.bfloat16, 128, 8, 64, 4096, (8, 1, 128, 4)),
+        (torch.bfloat16, 64, 1, 64, 4096, (8, 1, 128, 8)),
+        (torch.bfloat16, 128, 16, 64, 4096, (8, 2, 128, 4)),  # two CTAs share the rows where SMs would idle
+        (torch.bfloat16, 128, 16, 64, 8192, (16, 1, 128, 4)),
+        (torch.bfloat16, 128, 16, 67, 4096, (16, 1, 128, 4)),
+        (torch.bfloat16, 128, 24, 100, 4096, (32, 1, 128, 4)),
+        (torch.bfloat16, 128, 40, 100, 4096, (32, 2, 128, 4)),
+        (torch.bfloat16, 128, 80, 8, 4096, (32, 3, 128, 4)),
+        (FP8, 128, 8, 64, 4096, (8, 1, 256, 4)),
+        (FP8, 128, 32, 64, 4096, (16, 2, 256, 4)),
+        (FP8, 128, 32, 100, 4096, (32, 1, 128, 8)),
+    ],
+)
+def test_configuration(dtype, head_dim, rows, pairs, longest, expected):
+    assert hopper.configuration(dtype, head_dim, rows, pairs, longest, 132) == expected
+
+
+@pytest.mark.parametrize(("dtype", "quant"), cases.FORMATS)
+def test_the_splits_that_the_operator_chooses(dtype, quant):
+    """A table with room for long requests: many chunks for the longest, few for the others, most CTAs idle."""
+    w = replace(RAGGED, q_lens=(1,) * 3, kv_lens=(LONG_REQUEST + 90, 1200, 3), page_size=256, dtype=dtype, quant=quant)
+    inputs = cases.build(w, "cpu")
+    args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
+    chosen = explain(attention_decode, *args, scales=inputs.scales, implementation="hopper")
+    assert chosen["num_splits"] >= 8 and chosen["min_tiles"] > 1
+    cases.check_decode(inputs, "hopper", "static", None)
+
+
+def test_a_cached_launch_keeps_no_cache_alive(monkeypatch):
+    """What is kept of a descriptor is its form; stand-ins take the driver's place."""
+    inputs = cases.build(RAGGED, "cpu")
+    call = (inputs.q, inputs.cache.k, inputs.cache.v, inputs.block_table, inputs.seq_lens, None, None, None)
+    (launch,) = hopper.launches(*call, 5, 1.0, 1, 1, None, inputs.q, None)
+    compiled = SimpleNamespace(
+        run=SimpleNamespace(
+            global_scratch_size=0, profile_scratch_size=0, gsan_enabled=False, launch_cooperative_grid=False,
+            launch_pdl=False, arg_annotations=None, kernel_signature=None,
+        ),
+        function=0, packed_metadata=None, metadata=SimpleNamespace(tensordesc_meta=[{}, {}]),
+    )  # fmt: skip
+    monkeypatch.setattr("hpcattn.kernels.hopper.launch.driver", SimpleNamespace(
+        active=SimpleNamespace(utils=SimpleNamespace(launch=None), get_current_stream=None)))  # fmt: skip
+    encoded = []
+
+    def encode(descriptor, meta, _):
+        encoded.append(descriptor.base.data_ptr())
+        return [encoded[-1], 1, 2, 3, 4]
+
+    monkeypatch.setattr("hpcattn.kernels.hopper.launch.make_tensordesc_arg", encode)
+    kernel = SimpleNamespace(warmup=lambda *a, **k: compiled, arg_names=launch.kernel.arg_names)
+    bound = Bound(replace(launch, kernel=kernel))
+    other = torch.zeros_like(inputs.cache.k)
+    tensors = (inputs.q, inputs.block_table, inputs.seq_lens, inputs.q)
+    arguments = bound.arguments(tensors, (other, inputs.cache.v))
+    assert arguments[0] == other.data_ptr() and arguments[5] == inputs.cache.v.data_ptr()
+    assert len(encoded) == 4 and bound.arguments(tensors, (other, inputs.cache.v)) == arguments and len(encoded) == 4
+    with pytest.raises(ValueError, match="longer"):
+        bound.arguments((*tensors, other), (other, inputs.cache.v))
+    assert all(d.base.numel() == 0 for _, d in bound._descriptors)
+
+
+def test_caches_that_tma_cannot_read_are_told_apart():
+    odd = torch.zeros(2 * 32 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 32, 1, 64)
+    assert "16 bytes" in hopper.unsupported(odd, odd, None)
+    assert "no pages" in hopper.unsupported(odd[:0], odd[:0], None)
+    assert hopper.unsupported(odd.clone(), odd.clone(), None) is None
+
+
+def test_prepared_dynamic_call_needs_a_plan():
+    inputs = cases.build(RAGGED, "cpu")
+    args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
+    with pytest.raises(ValueError, match="plan must be given"):
+        prepare_decode(*args, num_query_tokens=5, schedule="dynamic")
 
 
 def test_explained():

@@ -35,7 +35,7 @@ def test_decode(workload, _, splits, device, coverage):
     for i, kv_lens in enumerate(LENGTHS):
         w = replace(workload, kv_lens=kv_lens, q_lens=(workload.q_lens[0],) * len(kv_lens))
         w = replace(w, case=f"v_mean={i % 2}.0")
-        error = cases.check_decode(cases.build(w, device), "hopper", "static", (1, 3, 2, 7, 1)[i])
+        error = cases.check_decode(cases.build(w, device), "hopper", "static", (1, 3, None, 7, None)[i])
         coverage(cases.describe(w, "static"), "hopper", error)
 
 
@@ -151,7 +151,8 @@ def test_with_and_without_lse_in_turn(step):
         o = attention_decode(**step, return_lse=return_lse)
         if return_lse:
             o, lse = o
-            assert lse.isfinite().any()
+            reference = {k: v for k, v in step.items() if k != "implementation"}
+            torch.testing.assert_close(lse.double(), attention_decode_reference(**reference)[1], atol=1e-3, rtol=0)
         assert torch.equal(o, attention_decode(**step, out=torch.empty_like(o)))
 
 

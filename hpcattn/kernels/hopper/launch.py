@@ -27,6 +27,8 @@ def matrix_view(x: Tensor) -> tuple[int, int, tuple[int, int, int]] | str:
     """
     pages, tokens, heads, dim = x.shape
     page, row, head, _ = x.stride()
+    if row <= 0 or pages <= 0:
+        return "it has no pages, or tokens that lie in one place"
     row_bytes = row * x.element_size()
     page_rows, in_page = (page // row, page % row) if pages > 1 else (0, 0)
     head_rows, head_columns = (0, 0) if heads == 1 else (head // row, head % row)
@@ -95,7 +97,7 @@ class Bound:
             at = len(self._flat)
             if isinstance(arg, TensorDescriptor):
                 self._flat += make_tensordesc_arg(arg, self._meta[len(self._descriptors)], None)  # with sizes, strides
-                self._descriptors.append((at, arg))
+                self._descriptors.append((at, replace(arg, base=arg.base.new_empty(0))))  # keeps no cache alive
             else:
                 self._tensors += [at] * isinstance(arg, Tensor)
                 self._flat.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
@@ -104,10 +106,9 @@ class Bound:
     def arguments(self, tensors: Iterable[Tensor | None], bases: Iterable[Tensor]) -> list:
         """The kernel's arguments with these tensors (None is passed over) and these bases of descriptors, in order."""
         flat = self._flat.copy()
-        at = iter(self._tensors)
-        for tensor in tensors:
-            if tensor is not None:
-                flat[next(at)] = tensor.data_ptr()
+        pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        for at, pointer in zip(self._tensors, pointers, strict=True):
+            flat[at] = pointer
         for index, base in enumerate(bases):
             key = index, base.data_ptr()
             flat[self._descriptors[index][0]] = self._maps.get(key) or self._encode(key, base)

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 
 @gluon.aggregate
@@ -45,6 +45,7 @@ class Ring:
         for slot in gl.static_range(SLOTS):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=1)
+        fence_async_shared()  # TMA, too, must see them initialised
         return Ring(tiles, full, empty, SLOTS)
 
     @gluon.jit

@@ -32,8 +32,8 @@ def normalizer(m, l, v_scale, valid):
     nan = float("nan")
     seen = l != 0  # NaN, from visible NaN, stays NaN
     l = gl.where(seen, l, 1.0)
-    factor = gl.where(seen, v_scale / l, 0.0)
-    lse = gl.where(seen, (m + gl.log2(l)) * LN_2, NEG_INF)
+    factor = gl.where(seen, v_scale, 0.0) / l
+    lse = (m + gl.log2(l)) * LN_2  # m is -inf where nothing was seen
     return gl.where(valid, factor, nan), gl.where(valid, lse, nan)
 
 
