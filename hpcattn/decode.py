@@ -140,7 +140,8 @@ def _bind(
         plan = plan_decode(seq_lens, cache.num_kv_heads, max_seq_len=capacity, implementation=kind)
     if not checked:
         if workspace is not None:
-            floats = _num_floats(q, cache, seq_lens, call["num_splits"], plan)
+            num_ctas = None if plan is None else plan.num_ctas
+            floats = portable.workspace_floats(q, cache.k, seq_lens, call["num_splits"], num_ctas)
             check_tensor("workspace", workspace, shape=(None,), dtype=torch.float32, device=q.device, contiguous=True)
             long_enough = workspace.numel() >= floats
             check_value("workspace", list(workspace.shape), long_enough, f"[{floats}] or longer, see decode_workspace")
@@ -221,9 +222,7 @@ def _resolve(
         pairs = batch * cache.num_kv_heads
         why = f"{pairs} pairs, {multiprocessors(device)} multiprocessors"
         if kind[0] == "hopper":
-            rows = num_query_tokens * (q.shape[1] // cache.num_kv_heads)
-            sms = multiprocessors(device)
-            config = hopper.configuration(q.dtype, cache.head_dim, rows, pairs, capacity, sms)
+            config = hopper.configuration_of(q, cache.k, block_table, num_query_tokens)
             wanted, least = static_splits(pairs * config.blocks, capacity, device)
             splits = (wanted, f"{why}, requests of up to {capacity} tokens")
             min_tiles = (least // config.tile, f"{least} tokens: shorter chunks are not worth their merge")
@@ -247,15 +246,9 @@ def decode_workspace(
 ) -> Tensor:
     """The float32 workspace of `attention_decode` with these arguments; one serves all layers of a step in turn."""
     call = _resolve(q, cache, block_table, seq_lens, scales, num_query_tokens, plan, "auto", num_splits, implementation)
-    floats = _num_floats(q, cache, seq_lens, call["num_splits"], plan)
+    num_ctas = None if plan is None else plan.num_ctas
+    floats = portable.workspace_floats(q, cache.k, seq_lens, call["num_splits"], num_ctas)
     return torch.empty(floats, dtype=torch.float32, device=q.device)
-
-
-def _num_floats(q: Tensor, cache: PagedKVCache, seq_lens: Tensor, num_splits: int, plan: DecodePlan | None) -> int:
-    """Length of the workspace of a call."""
-    pairs = seq_lens.shape[0] * cache.num_kv_heads
-    slots = portable.num_states(pairs, num_splits, None if plan is None else plan.num_ctas)
-    return portable.num_floats(slots, q.shape[0] * q.shape[1] // max(1, pairs), cache.head_dim)
 
 
 def _prepare(

@@ -10,11 +10,11 @@ import torch
 
 from hpcattn import attention_decode, attention_prefill, explain, gather_kv, plan_decode
 from hpcattn.bench.workloads import Inputs, Workload
-from hpcattn.kernels.hopper.decode import configuration
+from hpcattn.kernels.hopper.decode import configuration_of
 from hpcattn.kernels.portable.decode import TILE
 from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
 from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
-from hpcattn.schedule import multiprocessors, plan_chunks, static_chunks
+from hpcattn.schedule import plan_chunks, static_chunks
 
 FORMATS = (("bf16", "-"), ("fp8", "type0"), ("fp8", "type1"))
 PAGES = (16, 32, 64, 128, 256)
@@ -86,9 +86,7 @@ def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int
     common = dict(scales=inputs.scales, num_query_tokens=w.num_query_tokens)
     tile = TILE
     if implementation == "hopper":
-        rows, pairs = w.num_query_tokens * w.num_q_heads // w.num_kv_heads, len(w.kv_lens) * w.num_kv_heads
-        capacity, sms = inputs.block_table.shape[1] * w.page_size, multiprocessors(inputs.q.device)
-        tile = configuration(inputs.q.dtype, w.head_dim, rows, pairs, capacity, sms).tile
+        tile = configuration_of(inputs.q, inputs.cache.k, inputs.block_table, w.num_query_tokens).tile
     if schedule == "dynamic":
         plan = plan_decode(inputs.seq_lens, w.num_kv_heads, num_ctas=7, min_quota=1, implementation=implementation)
         chunks, how = plan_chunks(plan), dict(plan=plan)
@@ -168,6 +166,13 @@ def describe(workload: Workload, schedule: str = "-") -> dict[str, str]:
         "query tokens": str(w.num_query_tokens) if w.suite == "decode" else "ragged",
         "schedule": schedule,
     }
+
+
+def decode_step(device: str) -> dict:
+    """Arguments of a decode of three ragged requests with two query tokens."""
+    w = Workload(suite="decode", case="", q_lens=(2,) * 3, kv_lens=(700, 5, 4096), num_q_heads=16, num_kv_heads=2)
+    x = build(w, device)
+    return dict(q=x.q, cache=x.cache, block_table=x.block_table, seq_lens=x.seq_lens, num_query_tokens=2)
 
 
 SINGLE = ((70, 130, 4, 2, 64), (1, 65, 3, 1, 128), (80, 20, 2, 2, 64))  # queries, keys, heads, KV heads, head_dim

@@ -68,10 +68,7 @@ def test_cache_of_more_than_two_to_the_31_elements(device):
 
 @pytest.fixture
 def step(device):
-    w = Workload(suite="decode", case="", q_lens=(2,) * 3, kv_lens=(700, 5, 4096), num_q_heads=16, num_kv_heads=2)
-    x = cases.build(w, device)
-    tensors = dict(q=x.q, cache=x.cache, block_table=x.block_table, seq_lens=x.seq_lens)
-    return dict(**tensors, num_query_tokens=2, implementation="hopper")
+    return cases.decode_step(device) | dict(implementation="hopper")
 
 
 @pytest.mark.parametrize("splits", [1, 5])

@@ -57,11 +57,7 @@ def test_fp8_over_32k_keys(quant, v_mean, device):
 
 @pytest.fixture
 def step(device):
-    w = Workload(suite="decode", case="", q_lens=(2,) * 3, kv_lens=(700, 5, 4096), num_q_heads=16, num_kv_heads=2)
-    inputs = cases.build(w, device)
-    return dict(
-        q=inputs.q, cache=inputs.cache, block_table=inputs.block_table, seq_lens=inputs.seq_lens, num_query_tokens=2
-    )
+    return cases.decode_step(device)
 
 
 def test_cache_of_more_than_two_to_the_31_elements(device):

@@ -28,8 +28,6 @@ from hpcattn.kernels.hopper import fp8
 from hpcattn.kernels.hopper.launch import Bound, Launch, matrix_view, tile_descriptor
 from hpcattn.kernels.hopper.pipeline import Cursor, Ring
 from hpcattn.kernels.hopper.states import (
-    NEG_INF,
-    P_SCALE,
     chunk_tiles,
     merge_kernel,
     normalizer,
@@ -37,8 +35,8 @@ from hpcattn.kernels.hopper.states import (
     value_scale,
     visible_length,
 )
-from hpcattn.kernels.portable.common import LOG2_E
-from hpcattn.kernels.portable.decode import num_floats, num_states
+from hpcattn.kernels.portable.common import LOG2_E, NEG_INF, P_SCALE
+from hpcattn.kernels.portable.decode import workspace_floats
 from hpcattn.quantization import FP8
 from hpcattn.schedule import LONG_REQUEST, multiprocessors
 
@@ -389,9 +387,8 @@ class Config(NamedTuple):
 
 
 RING_BYTES = 128 * 1024  # in flight; one CTA per multiprocessor
-REGISTERS = (
-    144  # per thread at launch, 8 warps: 128 x 248 for the consumers, 128 x 40 around the producer; a merge fits beside
-)
+# Per thread at launch, 8 warps: 128 x 248 for the consumers, 128 x 40 around the producer; a merge fits beside
+REGISTERS = 144
 
 
 @cache
@@ -412,6 +409,14 @@ def configuration(
     return Config(n, triton.cdiv(rows, n), tile, RING_BYTES // (tile * head_dim * dtype.itemsize))
 
 
+def configuration_of(q: Tensor, k: Tensor, block_table: Tensor, num_query_tokens: int) -> Config:
+    """The `configuration` of a call."""
+    num_kv_heads = k.shape[2]
+    rows = num_query_tokens * (q.shape[1] // num_kv_heads)
+    pairs, max_seq_len = block_table.shape[0] * num_kv_heads, block_table.shape[1] * k.shape[1]
+    return configuration(q.dtype, q.shape[2], rows, pairs, max_seq_len, multiprocessors(q.device))
+
+
 def launches(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
     workspace, out, lse,
@@ -422,8 +427,7 @@ def launches(
     quant = "none" if q_scale is None else "type0" if k_scale.dim() == 4 else "type1"
     rows = num_query_tokens * group
     capacity = block_table.shape[1] * page_size
-    sms = multiprocessors(q.device)
-    n, blocks, tile, slots = configuration(q.dtype, head_dim, rows, batch * num_kv_heads, capacity, sms)
+    n, blocks, tile, slots = configuration_of(q, k, block_table, num_query_tokens)
     tokens = min(page_size, tile)
     k_tiles, k_view = tile_descriptor(k, tokens)
     v_tiles, v_view = tile_descriptor(v, tokens)
@@ -468,9 +472,8 @@ def prepare(
     if num_splits == 1:
         workspace = None  # whether one was given makes no difference
     elif workspace is None:
-        slots = num_states(seq_lens.shape[0] * k.shape[2], num_splits, None)
-        rows = num_query_tokens * (q.shape[1] // k.shape[2])
-        workspace = torch.empty(num_floats(slots, rows, q.shape[2]), dtype=torch.float32, device=q.device)
+        floats = workspace_floats(q, k, seq_lens, num_splits, None)
+        workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     call = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits)
     call += (min_tiles, workspace, out, lse)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()

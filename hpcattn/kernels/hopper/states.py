@@ -7,9 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-LN_2 = gl.constexpr(0.6931471805599453)
-NEG_INF = gl.constexpr(float("-inf"))
-P_SCALE = gl.constexpr(256.0)  # fp8 P is rounded at 256 times its value
+from hpcattn.kernels.portable.common import LN_2, NEG_INF, P_SCALE
 
 
 @gluon.jit

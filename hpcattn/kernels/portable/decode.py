@@ -226,6 +226,12 @@ def num_states(num_pairs: int, num_splits: int, num_ctas: int | None) -> int:
     return num_pairs * num_splits if num_splits > 1 else 0
 
 
+def workspace_floats(q, k, seq_lens, num_splits: int, num_ctas: int | None) -> int:
+    """Length of the workspace of a call."""
+    pairs = seq_lens.shape[0] * k.shape[2]
+    return num_floats(num_states(pairs, num_splits, num_ctas), q.shape[0] * q.shape[1] // max(1, pairs), q.shape[2])
+
+
 def launch(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, plan, num_query_tokens, softmax_scale, num_splits,
     workspace, out, lse,
@@ -233,10 +239,11 @@ def launch(
     """Run decode. Arguments as in `hpcattn.attention_decode`, checked there; plan is (header, offsets, starts)."""
     batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
-    num_slots = num_states(batch * num_kv_heads, num_splits, None if plan is None else plan[2].shape[0])
+    num_ctas = None if plan is None else plan[2].shape[0]
+    num_slots = num_states(batch * num_kv_heads, num_splits, num_ctas)
     rows_per_pair = num_query_tokens * group
     if workspace is None:
-        floats = num_floats(num_slots, rows_per_pair, head_dim)
+        floats = workspace_floats(q, k, seq_lens, num_splits, num_ctas)
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
     rows = Rows(
