@@ -11,12 +11,21 @@ from torch import Tensor
 
 from hpcattn.cache import PagedKVCache, flatten_scales, unflatten_scales
 from hpcattn.explanation import Explanation, explains
-from hpcattn.kernels.hopper import decode as hopper
+from hpcattn.kernels.hopper import decode_launch as hopper
 from hpcattn.kernels.portable import decode as portable
 from hpcattn.ops import define_operator
 from hpcattn.quantization import Scales
 from hpcattn.reference import attention_decode_reference
-from hpcattn.schedule import DecodePlan, check_plan, multiprocessors, plan_decode, saturating_splits, static_splits
+from hpcattn.schedule import (
+    DecodePlan,
+    PlanTensors,
+    check_plan,
+    multiprocessors,
+    plan_decode,
+    portable_grid,
+    saturating_splits,
+    static_splits,
+)
 from hpcattn.validation import (
     check_block_table,
     check_cache,
@@ -122,9 +131,9 @@ def _bind(
 ) -> tuple[tuple, Tensor | tuple[Tensor, Tensor], tuple | None]:  # fmt: skip
     """Check and settle everything: arguments of `torch.ops.hpcattn.decode`, what to return after it, `_known`'s key."""
     known = call = None
-    if plan is None and schedule != "dynamic" and check_inputs == "shapes" and not torch.compiler.is_compiling():
+    if (plan is not None or schedule != "dynamic") and check_inputs == "shapes" and not torch.compiler.is_compiling():
         options = (num_query_tokens, softmax_scale, schedule, num_splits, return_lse, implementation)
-        known, call = _known(q, cache, block_table, seq_lens, scales, out, lse, workspace, options)
+        known, call = _known(q, cache, block_table, seq_lens, scales, plan, out, lse, workspace, options)
     checked = call is not None
     if not checked:
         check_options(check_inputs, softmax_scale)
@@ -135,13 +144,18 @@ def _bind(
     if check_inputs == "full":
         check_content(cache, block_table, seq_lens)
     if call["schedule"] == "dynamic" and plan is None:
-        capacity = block_table.shape[1] * cache.page_size
-        kind = call["implementation"]
-        plan = plan_decode(seq_lens, cache.num_kv_heads, max_seq_len=capacity, implementation=kind)
+        plan = plan_decode(
+            seq_lens,
+            cache.num_kv_heads,
+            query_rows=num_query_tokens * q.shape[1] // cache.num_kv_heads,
+            dtype=q.dtype,
+            max_seq_len=min(block_table.shape[1] * cache.page_size, 2**30),
+            **({} if call["implementation"] == "hopper" else portable_grid(q.device)),
+            implementation="auto" if call["implementation"] == "hopper" else call["implementation"],
+        )
     if not checked:
         if workspace is not None:
-            num_ctas = None if plan is None else plan.num_ctas
-            floats = portable.workspace_floats(q, cache.k, seq_lens, call["num_splits"], num_ctas)
+            floats = _workspace_floats(q, cache, seq_lens, call["num_splits"], plan)
             check_tensor("workspace", workspace, shape=(None,), dtype=torch.float32, device=q.device, contiguous=True)
             long_enough = workspace.numel() >= floats
             check_value("workspace", list(workspace.shape), long_enough, f"[{floats}] or longer, see decode_workspace")
@@ -154,7 +168,7 @@ def _bind(
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     arguments = (
         q, cache.k, cache.v, block_table, seq_lens, *flatten_scales(cache, scales),
-        *((None, None, None) if plan is None else (plan.header, plan.offsets, plan.starts)), num_query_tokens,
+        *_plan_arguments(plan, call["implementation"]), num_query_tokens,
         cache.head_dim**-0.5 if softmax_scale is None else softmax_scale, call["num_splits"], call["min_tiles"],
         call["implementation"], workspace, out, lse,
     )  # fmt: skip
@@ -165,14 +179,14 @@ _settled: dict[tuple, Explanation] = {}  # calls that passed their checks, by al
 MAX_SETTLED = 4096
 
 
-def _known(q, cache, block_table, seq_lens, scales, out, lse, workspace, options: tuple) -> tuple:
+def _known(q, cache, block_table, seq_lens, scales, plan, out, lse, workspace, options: tuple) -> tuple:
     """(all that the checks look at, what they settled before); (None, None) if they must run and say what is wrong."""
     tensors = [q, block_table, seq_lens, out, lse, workspace]
     try:
         if scales is not None:
             tensors += scales.q, scales.k, scales.v
         seen = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-        key = (cache.metadata, *seen, *options)
+        key = (cache.metadata, None if plan is None else plan.metadata, *seen, *options)
         return key, _settled.get(key)
     except (AttributeError, TypeError):
         return None, None
@@ -211,8 +225,6 @@ def _resolve(
     else:
         chosen = (schedule, "as asked")
     no_hopper = hopper.unsupported(cache.k, cache.v, cache.k_scale)
-    if chosen[0] == "dynamic":
-        no_hopper = "it has the static schedule only"
     kind = resolve_implementation(implementation, device, operator="attention_decode", no_hopper=no_hopper)
     splits, min_tiles = (num_splits, "as asked"), (1, "chunks are equal shares")
     if chosen[0] == "dynamic":
@@ -246,26 +258,35 @@ def decode_workspace(
 ) -> Tensor:
     """The float32 workspace of `attention_decode` with these arguments; one serves all layers of a step in turn."""
     call = _resolve(q, cache, block_table, seq_lens, scales, num_query_tokens, plan, "auto", num_splits, implementation)
-    num_ctas = None if plan is None else plan.num_ctas
-    floats = portable.workspace_floats(q, cache.k, seq_lens, call["num_splits"], num_ctas)
+    floats = _workspace_floats(q, cache, seq_lens, call["num_splits"], plan)
     return torch.empty(floats, dtype=torch.float32, device=q.device)
 
 
+def _plan_arguments(plan: DecodePlan | None, implementation: str) -> tuple:
+    """A plan as the operator takes it; where every pair has a CTA of its own, the Hopper kernels need none."""
+    if plan is None or (implementation == "hopper" and plan.one_cta_per_pair):
+        return None, None, None, None, 1, 1
+    return *plan.tensors, plan.cluster_size, plan.row_blocks
+
+
+def _workspace_floats(q, cache, seq_lens, num_splits: int, plan: DecodePlan | None) -> int:
+    num_clusters = None if plan is None else plan.num_clusters
+    return portable.workspace_floats(q, cache.k, seq_lens, num_splits, num_clusters)
+
+
 def _prepare(
-    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, header, offsets, starts, num_query_tokens, softmax_scale,
-    num_splits, min_tiles, implementation, workspace, out, lse, key=None,
+    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, header, offsets, records, counters, cluster_size,
+    row_blocks,     num_query_tokens, softmax_scale, num_splits, min_tiles, implementation, workspace, out, lse, key=None,
 ) -> Callable[[], None]:  # fmt: skip
     """What is to run, bound to its arguments; key as in `hopper.prepare`."""
-    inputs = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale)
+    plan = None if header is None else PlanTensors(header, offsets, records, counters, cluster_size, row_blocks)
+    inputs = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, plan, num_query_tokens, softmax_scale)
     if q.numel() == 0:
         return lambda: None
     if implementation == "hopper":
-        call = (*inputs, num_query_tokens, softmax_scale, num_splits, min_tiles, workspace, out, lse)
-        return hopper.prepare(*call, key=key)
+        return hopper.prepare(*inputs, num_splits, min_tiles, workspace, out, lse, key=key)
     if implementation == "portable":
-        plan = None if header is None else (header, offsets, starts)
-        call = (*inputs, plan, num_query_tokens, softmax_scale, num_splits, workspace, out, lse)
-        return lambda: portable.launch(*call)
+        return lambda: portable.launch(*inputs, num_splits, workspace, out, lse)
 
     def reference():
         cache, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
@@ -284,7 +305,8 @@ def _decode(*call) -> None:
 
 define_operator(
     "decode(Tensor q, Tensor k, Tensor v, Tensor block_table, Tensor seq_lens, Tensor? q_scale, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? header, Tensor? offsets, Tensor? starts, int num_query_tokens, float softmax_scale, "
-    "int num_splits, int min_tiles, str implementation, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!)? lse)",
+    "Tensor? v_scale, Tensor? header, Tensor? offsets, Tensor? records, Tensor(d!)? counters, int cluster_size, "
+    "int row_blocks, int num_query_tokens, float softmax_scale, int num_splits, int min_tiles, str implementation, "
+    "Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!)? lse)",
     _decode,
 )

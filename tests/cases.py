@@ -10,7 +10,7 @@ import torch
 
 from hpcattn import attention_decode, attention_prefill, explain, gather_kv, plan_decode
 from hpcattn.bench.workloads import Inputs, Workload
-from hpcattn.kernels.hopper.decode import configuration_of
+from hpcattn.kernels.hopper.decode_launch import configuration_of
 from hpcattn.kernels.portable.decode import TILE
 from hpcattn.quantization import dequantize, quantize_per_tensor, quantize_per_token_head
 from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
@@ -76,20 +76,27 @@ def build(workload: Workload, device: str) -> Inputs:
     return replace(inputs, block_table=torch.where(unused, garbage, inputs.block_table))
 
 
-def check_decode(inputs: Inputs, implementation: str, schedule: str, splits: int | None) -> float:
+PLAN = dict(cluster_size=2, num_clusters=7, min_quota=1)  # cuts pairs between clusters, and segments inside
+
+
+def check_decode(
+    inputs: Inputs, implementation: str, schedule: str, splits: int | None, plan_settings: dict[str, int] = PLAN
+) -> float:
     """Run a decode into poisoned buffers, hold o and LSE to the oracle, and give the error of o.
 
-    splits: None for as many as the operator chooses.
+    splits: None for as many as the operator chooses. plan_settings: of `plan_decode`, for the dynamic schedule.
     """
     w = inputs.workload
     args = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
     common = dict(scales=inputs.scales, num_query_tokens=w.num_query_tokens)
-    tile = TILE
-    if implementation == "hopper":
-        tile = configuration_of(inputs.q, inputs.cache.k, inputs.block_table, w.num_query_tokens).tile
+    hopper, tile, plan = implementation == "hopper", TILE, None
     if schedule == "dynamic":
-        plan = plan_decode(inputs.seq_lens, w.num_kv_heads, num_ctas=7, min_quota=1, implementation=implementation)
-        chunks, how = plan_chunks(plan), dict(plan=plan)
+        plan = plan_decode(inputs.seq_lens, w.num_kv_heads, **plan_settings)
+    if hopper:
+        blocks = None if plan is None else plan.row_blocks
+        tile = configuration_of(inputs.q, inputs.cache.k, inputs.block_table, w.num_query_tokens, blocks).tile
+    if plan is not None:
+        chunks, how = plan_chunks(plan, shares=hopper), dict(plan=plan)
     else:
         how = dict(schedule=schedule, num_splits=splits)
         chosen = explain(attention_decode, *args, **common, **how, implementation=implementation)

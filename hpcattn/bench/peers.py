@@ -26,7 +26,7 @@ from hpcattn.cache import gather_kv
 from hpcattn.decode import attention_decode, decode_workspace
 from hpcattn.prefill import attention_prefill
 from hpcattn.quantization import dequantize, pad_q_scale, quantize_per_tensor
-from hpcattn.schedule import plan_decode
+from hpcattn.schedule import plan_decode, portable_grid
 
 __all__ = ["ADAPTERS", "Adapter", "adapters", "report"]
 
@@ -103,7 +103,7 @@ class Ours(Adapter):
 
     def supports(self, workload: Workload) -> bool:
         if self.name == "hopper":
-            return workload.suite == "decode" and self.schedule == "static"
+            return workload.suite == "decode" and self.schedule != "-"
         scheduled = workload.suite == "decode" and self.name != "reference"
         return scheduled == (self.schedule != "-")
 
@@ -117,21 +117,22 @@ class Ours(Adapter):
         common["num_query_tokens"] = inputs.workload.num_query_tokens
         if self.schedule != "-":
             common["schedule"] = self.schedule
-        if self.schedule == "dynamic":
-            common["plan"] = self.planner(inputs)()
-        elif self.schedule == "static":
-            sizes = {"scales": inputs.scales, "num_query_tokens": inputs.workload.num_query_tokens}
-            common["workspace"] = decode_workspace(
-                inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens, **sizes, implementation=self.name
-            )
         position = (inputs.q, inputs.cache, inputs.block_table, inputs.seq_lens)
+        if self.schedule != "-":
+            sizes = {"scales": inputs.scales, "num_query_tokens": inputs.workload.num_query_tokens}
+            common["plan"] = self.planner(inputs)() if self.schedule == "dynamic" else None
+            common["workspace"] = decode_workspace(*position, **sizes, plan=common["plan"], implementation=self.name)
         return lambda: attention_decode(*position, **common)
 
     def planner(self, inputs: Inputs) -> Callable:
         """A call that (re)builds the plan of a decode in place."""
-        max_seq_len = inputs.block_table.shape[1] * inputs.cache.page_size
-        arguments = (inputs.seq_lens, inputs.cache.num_kv_heads)
-        plan = plan_decode(*arguments, max_seq_len=max_seq_len)
+        workload, arguments = inputs.workload, (inputs.seq_lens, inputs.cache.num_kv_heads)
+        plan = plan_decode(
+            *arguments,
+            query_rows=workload.num_query_tokens * workload.num_q_heads // workload.num_kv_heads, dtype=inputs.q.dtype,
+            max_seq_len=inputs.block_table.shape[1] * inputs.cache.page_size,
+            **(portable_grid(inputs.q.device) if self.name == "portable" else {}),
+        )
         return lambda: plan_decode(*arguments, out=plan)
 
 

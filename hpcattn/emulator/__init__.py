@@ -83,7 +83,7 @@ def launch(kernel: JITFunction, grid: Sequence[int], *args: Any, schedule_seed: 
     Tensors and the bases of Gluon's TensorDescriptors lie on the CPU. `num_warps`, `num_ctas` and other launch options
     go into `kwargs`, as do the keyword arguments of `run` that are left. Raises what `run` raises.
     """
-    options = {k: kwargs.pop(k) for k in ("unwritten", "unwritten_reads", "max_steps") if k in kwargs}
+    options = {k: kwargs.pop(k) for k in ("cluster", "unwritten", "unwritten_reads", "max_steps") if k in kwargs}
     variant = Variant.from_launch(kernel.__name__, kernel, *args, **kwargs)
     names = set(kernel.arg_names)
     bound = kernel.signature.bind(*args, **{k: v for k, v in kwargs.items() if k in names})

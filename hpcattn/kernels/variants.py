@@ -19,7 +19,7 @@ def offline_variants() -> list[Variant]:
         for name, call in _calls(dtype, quant).items():
             found += variants_of(f"{name} {form}", call)
         found += _hopper(form, dtype, quant)
-    plans = [v for v in found if v.fn.__name__ in ("prefix_kernel", "search_kernel")]
+    plans = [v for v in found if v.fn.__name__ in ("prefix_kernel", "records_kernel")]
     return [v for v in found if v not in plans] + plans[:2]  # a plan knows no format
 
 

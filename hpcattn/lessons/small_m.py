@@ -27,7 +27,7 @@ from hpcattn.bench.timing import Timing, copies_to_exceed_l2, measure, timer_for
 from hpcattn.bench.workloads import DECODE_CASES, Inputs, Workload
 from hpcattn.inspection import Compiled, Variant, compile_kernel
 from hpcattn.kernels.portable.common import LOG2_E
-from hpcattn.kernels.portable.decode import Plan, Rows, merge_kernel, num_floats
+from hpcattn.kernels.portable.decode import PLAN_TILE, Rows, merge_kernel, num_floats
 from hpcattn.lessons.small_m_kernels import layout_probe, padded_kernel, swapped_kernel
 from hpcattn.reference import relative_error
 from hpcattn.schedule import multiprocessors, saturating_splits
@@ -124,9 +124,9 @@ class Decode:
         o, lse = torch.empty_like(x.q), x.q.new_empty(x.q.shape[:2], dtype=torch.float32)
         capacity = x.block_table.shape[1] * TILE
         rows = Rows(x.q, x.q.stride()[:2], None, None, x.seq_lens, capacity, o, lse, self.states, math.prod(self.grid))
-        shape = {"S": self.num_query_tokens, "G": self.rows // self.num_query_tokens, "D": HEAD_DIM, "TILE": TILE}
+        shape = {"S": self.num_query_tokens, "G": self.rows // self.num_query_tokens, "D": HEAD_DIM}
         merge_kernel[self.rows, heads, batch](
-            rows, Plan(None, None, None), splits, heads, **shape, QUANT="none", DYNAMIC=False, BLOCK=16
+            rows, None, None, splits, heads, **shape, QUANT="none", PLAN_TILE=PLAN_TILE, BLOCK=16
         )
         return o, lse
 

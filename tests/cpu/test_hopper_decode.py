@@ -13,7 +13,7 @@ from hpcattn import PagedKVCache, attention_decode, decode_workspace, emulator, 
 from hpcattn.bench.workloads import Workload
 from hpcattn.cache import flatten_scales
 from hpcattn.inspection import variants
-from hpcattn.kernels.hopper import decode as hopper
+from hpcattn.kernels.hopper import decode_launch as hopper
 from hpcattn.kernels.hopper.launch import Bound, matrix_view
 from hpcattn.quantization import FP8
 from hpcattn.schedule import LONG_REQUEST, SHORTEST_CHUNK, static_splits
@@ -77,7 +77,7 @@ def test_buffers_and_workspace():
 def test_compiled_and_opcheck(dynamic):
     inputs = cases.build(replace(RAGGED, kv_lens=(70, 9, 64)), "cpu")
     tensors = (inputs.q, inputs.cache.k, inputs.cache.v, inputs.block_table, inputs.seq_lens)
-    call = (*tensors, *[None] * 6, 5, 128**-0.5, 2, 1, "hopper", None, torch.empty_like(inputs.q), None)
+    call = (*tensors, *[None] * 7, 1, 5, 128**-0.5, 2, 1, "hopper", None, torch.empty_like(inputs.q), None)
     torch.library.opcheck(torch.ops.hpcattn.decode.default, call, test_utils=("test_schema", "test_faketensor"))
 
     def model(q, k, v, table, lens):

@@ -14,9 +14,11 @@ from hpcattn import (
     attention_decode,
     attention_prefill,
     attention_prefill_reference,
+    decode,
     decode_workspace,
     explain,
     plan_decode,
+    prepare_decode,
     relative_error,
 )
 from hpcattn.bench.workloads import Workload
@@ -100,10 +102,8 @@ def test_softmax_scale(decode_args, implementation):
     assert torch.equal(doubled, scaled)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "schedule"),
-    [("hopper", "static"), *((name, s) for name in ("portable", "reference") for s in ("static", "dynamic"))],
-)
+@pytest.mark.parametrize("implementation", ["hopper", "portable", "reference"])
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_length_beyond_the_table_gives_nan_rows(decode_args, implementation, schedule):
     right = attention_decode(**decode_args, implementation=implementation)
     decode_args["seq_lens"] = torch.tensor([16 * decode_args["block_table"].shape[1] + 1, 40], dtype=torch.int32)
@@ -112,10 +112,25 @@ def test_length_beyond_the_table_gives_nan_rows(decode_args, implementation, sch
     torch.testing.assert_close(o[2:], right[2:], atol=4e-3, rtol=0)
 
 
-def test_plan_for_other_lengths_gives_nan_rows(decode_args):
-    plan = plan_decode(torch.tensor([200, 40], dtype=torch.int32), 2, num_ctas=3, implementation="portable")
-    o = attention_decode(**decode_args, plan=plan, implementation="portable")
+@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+@pytest.mark.parametrize("num_clusters", [1, 2, 8])
+def test_plan_for_other_lengths_gives_nan_rows(decode_args, implementation, num_clusters):
+    """Whether clusters cut the request (1: no, 2: for one head, 8: for both) or not."""
+    lens = torch.tensor([200, 40], dtype=torch.int32)
+    plan = plan_decode(lens, 2, num_clusters=num_clusters, min_quota=1, implementation="portable")
+    o = attention_decode(**decode_args, plan=plan, implementation=implementation)
     assert o[:2].isnan().all() and not o[2:].isnan().any()
+
+
+@pytest.mark.parametrize("num_clusters", [1, 5, 300])
+@pytest.mark.parametrize("lens", [(0, 0), (-1, 40), (0, 9999), (3, 33)])
+def test_every_row_is_written(decode_args, lens, num_clusters):
+    decode_args["seq_lens"] = torch.tensor(lens, dtype=torch.int32)
+    plan = plan_decode(decode_args["seq_lens"], 2, num_clusters=num_clusters, min_quota=1, implementation="portable")
+    out = torch.full_like(decode_args["q"], 7.0)
+    attention_decode(**decode_args, plan=plan, out=out, implementation="portable")
+    for rows, n in zip(out.split(2), lens, strict=True):
+        assert not (rows == 7.0).any() and bool(rows.isnan().all()) != (0 <= n <= 48)
 
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
@@ -149,7 +164,7 @@ def test_mask_row_of_zeros_and_mask_of_ones(implementation):
 
 
 def test_same_plan_gives_bitwise_equal_results(decode_args):
-    plan = plan_decode(decode_args["seq_lens"], 2, num_ctas=3, min_quota=1, implementation="portable")
+    plan = plan_decode(decode_args["seq_lens"], 2, num_clusters=3, min_quota=1, implementation="portable")
     o = [attention_decode(**decode_args, plan=plan, implementation="portable") for _ in range(2)]
     assert torch.equal(*o)
 
@@ -164,6 +179,21 @@ def test_buffers_are_used_and_nothing_is_allocated(decode_args):
     assert len(workspace) == 2 * 2 * 3 * 4 * (128 + 2) and not workspace.isnan().any(), "partial states belong there"
     with pytest.raises(ValueError, match=r"workspace must be \[6240\] or longer, see decode_workspace, got \[6239\]"):
         attention_decode(**decode_args, **buffers | dict(workspace=workspace[1:]))
+    plan = plan_decode(decode_args["seq_lens"], 2, num_clusters=3, cluster_size=4)
+    assert len(decode_workspace(**decode_args, plan=plan)) == 2 * 3 * 4 * (128 + 2)
+
+
+def test_planned_calls_are_checked_once_per_kind_of_plan(decode_args):
+    lens, checked = decode_args["seq_lens"], decode._settled
+    checked.clear()
+    plans = [plan_decode(lens, 2, num_clusters=n, implementation="portable") for n in (3, 3, 4)]
+    for plan, kinds in zip(plans, (1, 1, 2), strict=True):
+        o = attention_decode(**decode_args, plan=plan, implementation="portable")
+        assert len(checked) == kinds
+        assert torch.equal(prepare_decode(**decode_args, plan=plan, implementation="portable")(), o)
+    for bad in (plan_decode(lens, 1, num_clusters=3), replace(plans[0], cluster_size=2), replace(plans[0], tile=64)):
+        with pytest.raises(ValueError, match="plan"):
+            attention_decode(**decode_args, plan=bad, implementation="portable")
 
 
 @pytest.mark.parametrize("implementation", ["portable", "reference"])
@@ -259,8 +289,6 @@ BAD_DECODE = [
     _bad("schedule", lambda a: dict(schedule="fast"), ValueError, "schedule", "'dynamic'", "'fast'"),
     _bad("splits", lambda a: dict(num_splits=0), ValueError, "num_splits", "positive", "0"),
     _bad("implementation", lambda a: dict(implementation="cuda"), ValueError, "implementation", "portable", "'cuda'"),
-    _bad("hopper dynamic", lambda a: dict(implementation="hopper", schedule="dynamic"), ValueError,
-         "static schedule only", "use 'portable'"),
     _bad("hopper strides", lambda a: dict(cache=uneven(a["cache"]), implementation="hopper"), ValueError,
          "token stride", "use 'portable'"),
     _bad("checks", lambda a: dict(check_inputs="some"), ValueError, "check_inputs", "full", "'some'"),
@@ -272,9 +300,11 @@ BAD_DECODE = [
     _bad("plan type", lambda a: dict(plan=(1, 2)), TypeError, "plan must be a DecodePlan", "tuple"),
     _bad("plan device", lambda a: dict(plan=planned(a, header=torch.zeros(4, device="meta").int())),
          ValueError, "plan.header must be on cpu"),
-    _bad("plan dtype", lambda a: dict(plan=planned(a, starts=torch.zeros(4))), TypeError,
-         "plan.starts", "int32"),
-    _bad("plan tile", lambda a: dict(plan=planned(a, tile=32)), ValueError, "plan.tile", "64"),
+    _bad("plan dtype", lambda a: dict(plan=planned(a, records=torch.zeros(4, 4))), TypeError,
+         "plan.records", "int32"),
+    _bad("plan tile", lambda a: dict(plan=planned(a, tile=64)), ValueError, "plan.tile", "128", "64"),
+    _bad("plan clusters", lambda a: dict(plan=planned(a, cluster_size=3)), ValueError, "plan.cluster_size", "3"),
+    _bad("plan counters", lambda a: dict(plan=planned(a, cluster_size=8)), ValueError, "plan.counters", "[192]"),
     _bad("softmax_scale", lambda a: dict(softmax_scale="x"), ValueError, "softmax_scale", "a number"),
     _bad("half a split", lambda a: dict(num_splits=2.5), ValueError, "num_splits", "2.5"),
     _bad("plan heads", lambda a: dict(plan=plan_decode(a["seq_lens"], 1)), ValueError, "plan", "2 KV heads", "1"),
@@ -348,14 +378,14 @@ def test_opcheck_and_compile(decode_args, implementation, dynamic):
     cache, q = decode_args["cache"], decode_args["q"]
     tensors = (q, cache.k, cache.v, decode_args["block_table"], decode_args["seq_lens"])
     out, lse = torch.empty_like(q), torch.empty(4, 4)
-    flat = (*tensors, *[None] * 6, 2, 128**-0.5, 2, 1, implementation, None, out, lse)
+    flat = (*tensors, *[None] * 7, 1, 2, 128**-0.5, 2, 1, implementation, None, out, lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
 
     def step(q, k, v, table, lens, k_new):
         cache = PagedKVCache(k, v)
         append_tokens(cache, k_new, k_new, table, lens, num_query_tokens=2, implementation=implementation)
-        plan = plan_decode(lens, 2, num_ctas=3, implementation=implementation)
+        plan = plan_decode(lens, 2, num_clusters=3, implementation=implementation)
         common = dict(return_lse=True, implementation=implementation)
         o, lse = attention_decode(q * 2, cache, table, lens, num_query_tokens=2, plan=plan, **common)
         starts = torch.arange(0, len(q) + 1, 2, dtype=torch.int32)

@@ -30,7 +30,7 @@ def test_low_precision_scores_cost_accuracy():
 def test_offline_variants_are_complete():
     kernels = {v.fn.__name__.removesuffix("_kernel") for v in variants()}
     assert kernels == {
-        "static", "dynamic", "merge", "prefill", "append", "prefix", "search", "scores", "softmax", "values", "online",
+        "static", "dynamic", "merge", "prefill", "append", "prefix", "records", "scores", "softmax", "values", "online",
         "decode",
     }  # fmt: skip
 

@@ -2,17 +2,15 @@
 
 Scores are computed transposed, S^T = K Q^T: 64 tokens fill WGMMA's M, and the S * G query rows that share a KV head lie
 on N = 8, 16 or 32 instead of being padded to 64. The output follows as O^T += V^T P^T. One warp produces: it looks
-pages up and issues TMA copies, K and V of a tile in turn, as far ahead as the ring has slots. Four warps consume. A
-second kernel merges the partial states of requests that were split (`states`).
+pages up and issues TMA copies, K and V of a tile in turn, as far ahead as the ring has slots. Four warps consume.
+
+Static schedule: a CTA has one chunk of a pair; a second kernel merges the states of pairs that were split (`states`).
+Dynamic: a cluster walks its range of the plan's line (`work`), the producer ahead of the consumers. Four more warps
+merge the states of the cluster's CTAs, which come through shared memory (`cluster`), so that no consumer waits for a
+merge. Only pairs that reach beyond a cluster's range leave a state in global memory; the last cluster to do so finishes
+the pair.
 """
 
-from collections.abc import Callable, Hashable
-from functools import cache
-from typing import NamedTuple
-
-import torch
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,114 +22,147 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from hpcattn.kernels.hopper import fp8
-from hpcattn.kernels.hopper.launch import Bound, Launch, matrix_view, tile_descriptor
+from hpcattn.kernels.hopper import cluster, fp8
 from hpcattn.kernels.hopper.pipeline import Cursor, Ring
 from hpcattn.kernels.hopper.states import (
-    chunk_tiles,
-    merge_kernel,
-    normalizer,
-    state_offsets,
+    merge_slots,
+    result_row,
+    state_layout,
+    store_result,
+    store_state,
     value_scale,
-    visible_length,
 )
-from hpcattn.kernels.portable.common import LOG2_E, NEG_INF, P_SCALE
-from hpcattn.kernels.portable.decode import workspace_floats
-from hpcattn.quantization import FP8
-from hpcattn.schedule import LONG_REQUEST, multiprocessors
+from hpcattn.kernels.hopper.work import Range, Requests, static_segment
+from hpcattn.kernels.portable.common import NEG_INF, P_SCALE
 
 # K and V pass through L2 once, or twice at the same time where two CTAs share them: 2 % faster on an H200
 STREAM = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
 
 @gluon.aggregate
-class Chunk:
-    """Tiles [first, last) of the keys of one (request, KV head) pair."""
-
-    request: gl.tensor
-    head: gl.tensor
-    kv_len: gl.tensor
-    first: gl.tensor
-    last: gl.tensor
-
-
-@gluon.aggregate
-class Buffers:
-    """Shared memory. K and V of a tile take two slots of the ring; type 0 K scales ride on the barrier of their K."""
+class Tiles:
+    """Shared memory for K and V, two slots of the ring a tile; type 0 K scales ride on the barrier of their K."""
 
     ring: Ring
     scales: object  # float32 [slots, rows of 32, 32], or None
+
+
+@gluon.aggregate
+class Operands:
+    """Shared memory for the narrow operands of the products."""
+
     q: gl.shared_memory_descriptor  # [N, D]
     p: gl.shared_memory_descriptor  # [N, TILE]
 
 
 @gluon.aggregate
 class Shape:
-    """Compile-time sizes; a view is (rows per page, rows per head, columns per head) of a cache seen as a matrix."""
+    """Compile-time sizes; a view is (rows per page, rows per head, columns per head) of a cache seen as a matrix.
+
+    UNIT: tokens per tile of a plan, or of a chunk of at least MIN_TILES of the static schedule. C: CTAs per cluster.
+    BLOCKS: of N query rows.
+    """
 
     S: gl.constexpr
     G: gl.constexpr
     N: gl.constexpr
     D: gl.constexpr
     TILE: gl.constexpr
+    UNIT: gl.constexpr
+    MIN_TILES: gl.constexpr
     PAGE: gl.constexpr
     QUANT: gl.constexpr
+    C: gl.constexpr
+    BLOCKS: gl.constexpr
     K_VIEW: gl.tuple
     V_VIEW: gl.tuple
     SCALE_VIEW: object
 
 
 @gluon.jit
-def prefetch_table(table, entries):
-    """Bring a request's row of the block table (the first 16 KB of it) to L2: it is needed right after the length."""
-    LINE: gl.constexpr = 32  # entries
-    line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    where = table + gl.minimum(line * LINE, gl.maximum(entries - 1, 0))
-    gl.inline_asm("prefetch.global.L2 [$0];", "l", [where])
+def prefetch_line(pointer):
+    """Bring what will be read first to L2, while the warps are told their parts."""
+    gl.inline_asm("prefetch.global.L2 [$0];", "l", [pointer])
 
 
 @gluon.jit
-def page_entries(table, chunk, tile, shape):
-    """Block table entries of a tile's pages. Pages behind the last visible token repeat the tile's first."""
+def page_entries(requests, request, token, shape):
+    """Block table entries of the pages of a tile from `token` on; 0 beyond the end of the table."""
     PAGES: gl.constexpr = max(1, shape.TILE // shape.PAGE)
-    first = gl.load(table + tile * shape.TILE // shape.PAGE, mask=tile < chunk.last, other=0)
-    entries = (first,)
-    for i in gl.static_range(1, PAGES):
-        token = tile * shape.TILE + i * shape.PAGE
-        entries = entries + (gl.load(table + token // shape.PAGE, mask=token < chunk.kv_len, other=first),)
+    row = requests.table + request.to(gl.int64) * requests.table_stride
+    entries = ()
+    for i in gl.static_range(PAGES):
+        at = token + i * shape.PAGE
+        entries = entries + (gl.load(row + at // shape.PAGE, mask=at < requests.capacity, other=0),)
     return entries
 
 
 @gluon.jit
-def load_tile(descriptor, dst, full, entries, slot, head, VIEW: gl.constexpr):
-    """Copy a tile, from `slot` of its first page on, page by page: `dst` lies on `full`."""
+def load_tile(descriptor, dst, full, entries, slot, visible, head, shape, VIEW: gl.constexpr):
+    """Copy a tile, from `slot` of its first page on, page by page: `dst` lies on `full`.
+
+    Pages behind the last of `visible` tokens are not the request's: the tile's first is read instead.
+    """
     ROWS: gl.constexpr = descriptor.block_shape[0]
     for i in gl.static_range(len(entries)):
-        row = entries[i] * VIEW[0] + head * VIEW[1] + slot
+        entry = gl.where(i * shape.PAGE < visible, entries[i], entries[0])
+        row = entry * VIEW[0] + head * VIEW[1] + slot
         tma.async_load(descriptor, [row, head * VIEW[2]], full, dst.slice(i * ROWS, ROWS, dim=0), cache_policy=STREAM)
 
 
 @gluon.jit
-def produce(buffers, k, v, k_scale, table, chunk, shape):
-    """The producer warp: keep the ring full."""
-    ring = buffers.ring
+def produce_share(tiles, at, k, v, k_scale, requests, segment, cost, first, last, shape):
+    """Load the tiles of [first, last) of a segment's pair, counted in units."""
+    ring = tiles.ring
     TILE_BYTES: gl.constexpr = shape.TILE * shape.D * ring.tiles.dtype.primitive_bitwidth // 8
     TYPE0: gl.constexpr = shape.QUANT == "type0"
-    SCALE_BYTES: gl.constexpr = buffers.scales.shape[1] * 128 if TYPE0 else 0
-    at = Cursor.start(1)
-    ahead = page_entries(table, chunk, chunk.first, shape)
-    for tile in range(chunk.first, chunk.last):
+    SCALE_BYTES: gl.constexpr = tiles.scales.shape[1] * 128 if TYPE0 else 0
+    request, head = segment.request, segment.head
+    ahead = page_entries(requests, request, first * shape.UNIT, shape)  # while the length comes
+    kv_len, _ = segment.lengths(requests, cost, shape.UNIT)
+    stop = gl.minimum(last * shape.UNIT, kv_len)
+    for token in range(first * shape.UNIT, stop, shape.TILE):
         entries = ahead
-        ahead = page_entries(table, chunk, tile + 1, shape)
-        slot = tile * shape.TILE % shape.PAGE
+        ahead = page_entries(requests, request, token + shape.TILE, shape)
+        slot, visible = token % shape.PAGE, stop - token
         dst, full = ring.to_fill(at, TILE_BYTES + SCALE_BYTES)
-        load_tile(k, dst, full, entries, slot, chunk.head, shape.K_VIEW)
+        load_tile(k, dst, full, entries, slot, visible, head, shape, shape.K_VIEW)
         if TYPE0:
-            load_tile(k_scale, buffers.scales.index(at.slot), full, entries, slot // 32, chunk.head, shape.SCALE_VIEW)
+            scales = tiles.scales.index(at.slot)
+            load_tile(k_scale, scales, full, entries, slot // 32, visible, head, shape, shape.SCALE_VIEW)
         at = at.next(ring.slots)
         dst, full = ring.to_fill(at, TILE_BYTES)
-        load_tile(v, dst, full, entries, slot, chunk.head, shape.V_VIEW)
+        load_tile(v, dst, full, entries, slot, visible, head, shape, shape.V_VIEW)
         at = at.next(ring.slots)
+    return at
+
+
+@gluon.jit
+def static_chunk(requests, split, num_splits, shape):
+    return static_segment(
+        requests, gl.program_id(2), gl.program_id(1), split, num_splits, shape.UNIT, shape.MIN_TILES
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce(tiles, k, v, k_scale, requests, split, num_splits, shape):
+    """The producer warp of the static schedule: keep the ring full."""
+    chunk = static_chunk(requests, split, num_splits, shape)
+    produce_share(tiles, Cursor.start(1), k, v, k_scale, requests, chunk, 0, chunk.first, chunk.last, shape)
+
+
+@gluon.jit
+def produce_range(tiles, k, v, k_scale, requests, records, offsets, shape):
+    """The producer warp of a plan, ahead of the consumers across the borders of segments."""
+    if shape.C > 1:
+        cluster.arrive()
+    at = Cursor.start(1)
+    mine, segment = Range.open(records, offsets, requests.num_kv_heads, shape.C, shape.BLOCKS)
+    while segment.at < mine.end:
+        prefetch_line(requests.table + mine.request_after(segment).to(gl.int64) * requests.table_stride)
+        first, last = mine.share(segment)
+        at = produce_share(tiles, at, k, v, k_scale, requests, segment, mine.cost, first, last, shape)
+        segment = mine.next(segment)
 
 
 @gluon.aggregate
@@ -143,21 +174,12 @@ class Rows:
     head_stride: gl.tensor
     softmax_scale_log2: gl.tensor
     q_scale: object  # None for bf16, as v_scale
+    k_scale: object
     v_scale: object
     o: gl.tensor
     lse: object
     states: object
     first: gl.tensor
-    valid: gl.tensor
-
-
-@gluon.jit
-def query_rows(rows, chunk, num_kv_heads, shape, layout: gl.constexpr):
-    """Row r of a pair is query token r // G, head r % G: (token of S, row of the results, whether it exists)."""
-    r = rows.first + gl.arange(0, shape.N, layout)
-    token = r // shape.G
-    row = (chunk.request.to(gl.int64) * shape.S + token) * num_kv_heads * shape.G + chunk.head * shape.G + r % shape.G
-    return token, row, r < shape.S * shape.G
 
 
 @gluon.constexpr_function
@@ -206,12 +228,12 @@ def online_softmax(s, m):
 
 
 @gluon.jit
-def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
-    """The four consumer warps: the state (m `[N]`, l `[N]`, acc `[D, N]`) of a chunk.
+def consume(tiles, operands, at, start, stop, q_scale, limit, shape, mma: gl.constexpr):
+    """The four consumer warps: the state (m `[N]`, l `[N]`, acc `[D, N]`) of the keys [start, stop).
 
     q_scale `[N]` turns q.k into base-2 scores; limit `[N]`: the number of keys that a row sees.
     """
-    ring = buffers.ring
+    ring = tiles.ring
     ROWS: gl.constexpr = gl.SliceLayout(1, mma)
     FP8: gl.constexpr = shape.QUANT != "none"
     m = gl.full([shape.N], NEG_INF, gl.float32, gl.SliceLayout(0, mma))
@@ -219,289 +241,272 @@ def consume(buffers, chunk, q_scale, limit, shape, mma: gl.constexpr):
     acc = gl.zeros([shape.D, shape.N], gl.float32, mma)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, l.type.layout))
     fresh = gl.zeros([shape.TILE, shape.N], gl.float32, mma)
-    at = Cursor.start(0)
-    for tile in range(chunk.first, chunk.last):
+    for first in range(start, stop, shape.TILE):
         k = ring.filled(at)
-        s = warpgroup_mma(k, buffers.q.permute([1, 0]), fresh, use_acc=False)
+        s = warpgroup_mma(k, operands.q.permute([1, 0]), fresh, use_acc=False)
         if shape.QUANT == "type0":
-            s *= token_scales(buffers.scales.index(at.slot), shape, ROWS)[:, None]
+            s *= token_scales(tiles.scales.index(at.slot), shape, ROWS)[:, None]
             fence_async_shared()  # ordinary reads of the scales, before TMA may write there again
         at = ring.release(at)
-        token = tile * shape.TILE + gl.arange(0, shape.TILE, ROWS)
+        token = first + gl.arange(0, shape.TILE, ROWS)
         s = gl.where(token[:, None] < limit[None, :], s * q_scale[None, :], NEG_INF)
         p, alpha, m = online_softmax(s, m)
         l = l * gl.convert_layout(alpha, COLUMNS, assert_trivial=True)[None, None, :] + own_sum(p)
         if FP8:
-            buffers.p.permute([1, 0]).store(fp8.operand_tokens((p * P_SCALE).to(gl.float8e4nv)))
+            operands.p.permute([1, 0]).store(fp8.operand_tokens((p * P_SCALE).to(gl.float8e4nv)))
             fence_async_shared()  # P, before the barrier that comes with loading V
         else:
-            buffers.p.permute([1, 0]).store(p.to(gl.bfloat16))
+            operands.p.permute([1, 0]).store(p.to(gl.bfloat16))
         v = ring.filled(at)
-        if (tile + 1) * shape.TILE > chunk.kv_len:
-            zero_tail(v, chunk.kv_len - tile * shape.TILE)
+        if first + shape.TILE > stop:
+            zero_tail(v, stop - first)
         vt = fp8.transposed(v, mma) if FP8 else v.permute([1, 0])
         fence_async_shared()  # what was stored, before the product; what was read, before TMA may write there again
         # a fresh accumulator per tile: across tiles the few bits of fp8's would lose up to 30 % (lesson 03)
-        o = warpgroup_mma(vt, buffers.p.permute([1, 0]), gl.zeros([shape.D, shape.N], gl.float32, mma), use_acc=False)
+        o = warpgroup_mma(vt, operands.p.permute([1, 0]), gl.zeros([shape.D, shape.N], gl.float32, mma), use_acc=False)
         at = ring.release(at)
         acc = acc * alpha[None, :] + o
-    return m, gl.convert_layout(gl.sum(gl.sum(l, 0), 0), gl.SliceLayout(0, mma)), acc
+    return at, m, gl.convert_layout(gl.sum(gl.sum(l, 0), 0), gl.SliceLayout(0, mma)), acc
 
 
 @gluon.jit
-def store_result(rows, chunk, m, l, acc, v_scale, shape):
-    """Normalise and write; NaN rather than truncated attention if the request's length is not valid."""
-    factor, lse = normalizer(m, l, v_scale, rows.valid)
-    o = acc * factor[None, :]
-    num_kv_heads = gl.num_programs(1)
-    if rows.lse is not None:
-        _, row, exists = query_rows(rows, chunk, num_kv_heads, shape, lse.type.layout)
-        gl.store(rows.lse + row, lse, mask=exists)
-    if shape.QUANT != "none":
-        o = fp8.natural_rows(o)
-    _, row, exists = query_rows(rows, chunk, num_kv_heads, shape, gl.SliceLayout(0, o.type.layout))
-    d = gl.arange(0, shape.D, gl.SliceLayout(1, o.type.layout))
-    gl.store(rows.o + row[None, :] * shape.D + d[:, None], o.to(gl.bfloat16), mask=exists[None, :])
-
-
-@gluon.jit
-def store_state(rows, chunk, split, num_splits, m, l, acc, shape):
-    R: gl.constexpr = shape.S * shape.G
-    pairs = gl.num_programs(2) * gl.num_programs(1)
-    slot = (chunk.request * gl.num_programs(1) + chunk.head) * num_splits + split
-    r = rows.first + gl.arange(0, shape.N, m.type.layout)
-    _, m_at, l_at = state_offsets(slot, r, pairs * num_splits, R, shape.D)
-    gl.store(rows.states + m_at, m, mask=r < R)
-    gl.store(rows.states + l_at, l, mask=r < R)
+def by_rows(m, l, acc, shape):
+    """The state in the layout in which states merge."""
     if shape.QUANT != "none":
         acc = fp8.natural_rows(acc)
-    r = rows.first + gl.arange(0, shape.N, gl.SliceLayout(0, acc.type.layout))
-    at, _, _ = state_offsets(slot, r, pairs * num_splits, R, shape.D)
-    d = gl.arange(0, shape.D, gl.SliceLayout(1, acc.type.layout))
-    gl.store(rows.states + at[None, :] + d[:, None], acc, mask=(r < R)[None, :])
+    layout: gl.constexpr = gl.SliceLayout(0, state_layout(shape.N, shape.D))
+    column: gl.constexpr = gl.SliceLayout(1, layout)
+    m, l = gl.convert_layout(m, column)[:, None], gl.convert_layout(l, column)[:, None]
+    return m, l, gl.convert_layout(acc.permute([1, 0]), layout)
+
+
+@gluon.aggregate
+class Query:
+    """What is read of a segment before its keys."""
+
+    q: gl.tensor  # [N, D]
+    scale: gl.tensor  # [N], turns q.k into base-2 scores
+    kv_len: gl.tensor
+    valid: gl.tensor
 
 
 @gluon.jit
-def attend(buffers, rows, k_scale, chunk, split, num_splits, shape, SPLIT: gl.constexpr):
-    """The consumer warps, from loading q to storing the result or the partial state."""
-    FP8: gl.constexpr = shape.QUANT != "none"
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.N, 32 if FP8 else 16])
-    load: gl.constexpr = gl.BlockedLayout(
+def load_query(rows, requests, segment, cost, shape, mma: gl.constexpr):
+    S: gl.constexpr = shape.S
+    G: gl.constexpr = shape.G
+    layout: gl.constexpr = gl.BlockedLayout(
         [1, 128 // rows.q.dtype.element_ty.primitive_bitwidth], [2, 16], [4, 1], [1, 0]
     )
-    num_kv_heads = gl.num_programs(1)
-
-    token, row, exists = query_rows(rows, chunk, num_kv_heads, shape, gl.SliceLayout(1, load))
-    at = (chunk.request.to(gl.int64) * shape.S + token) * rows.token_stride
-    at += (row % (num_kv_heads * shape.G)) * rows.head_stride
-    d = gl.arange(0, shape.D, gl.SliceLayout(0, load))
-    buffers.q.store(gl.load(rows.q + at[:, None] + d[None, :], mask=exists[:, None], other=0.0))
-
-    token, row, exists = query_rows(rows, chunk, num_kv_heads, shape, gl.SliceLayout(0, mma))
+    request, head = segment.request, segment.head
+    r = rows.first + gl.arange(0, shape.N, gl.SliceLayout(1, layout))
+    at = (request.to(gl.int64) * S + r // G) * rows.token_stride + (head * G + r % G) * rows.head_stride
+    d = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
+    q = gl.load(rows.q + at[:, None] + d[None, :], mask=(r < S * G)[:, None], other=0.0)
     scale = gl.full([shape.N], rows.softmax_scale_log2, gl.float32, gl.SliceLayout(0, mma))
-    if FP8:
-        scale *= gl.load(rows.q_scale + row, mask=exists, other=0.0)
+    if shape.QUANT != "none":
+        r = rows.first + gl.arange(0, shape.N, gl.SliceLayout(0, mma))
+        row = result_row(request, r // G, head, r % G, S, G, requests.num_kv_heads)
+        scale *= gl.load(rows.q_scale + row, mask=r < S * G, other=0.0)
     if shape.QUANT == "type1":
-        scale *= gl.load(k_scale)
-    v_scale = value_scale(rows.v_scale, chunk.head, shape.QUANT)
-    # rows that do not exist have token >= S: they see what exists, so that their columns stay finite
-    limit = gl.minimum(chunk.kv_len - shape.S + 1 + token, chunk.kv_len)
-    fence_async_shared()
-    m, l, acc = consume(buffers, chunk, scale, limit, shape, mma)
+        scale *= gl.load(rows.k_scale)
+    kv_len, valid = segment.lengths(requests, cost, shape.UNIT)
+    return Query(q, scale, kv_len, valid)
 
-    if (chunk.first == 0) & (chunk.last * shape.TILE >= chunk.kv_len):
-        store_result(rows, chunk, m, l, acc, v_scale, shape)
-    elif SPLIT:
-        store_state(rows, chunk, split, num_splits, m, l, acc, shape)
+
+@gluon.jit
+def attend_share(tiles, operands, at, rows, requests, query, segment, first, last, mine, shape, mma: gl.constexpr):
+    """The state, by rows, of the units [first, last) of a segment's pair; and what follows it in a plan's range."""
+    operands.q.store(query.q)
+    fence_async_shared()
+    kv_len, scale = query.kv_len, query.scale
+    r = rows.first + gl.arange(0, shape.N, gl.SliceLayout(0, mma))
+    stop = gl.minimum(last * shape.UNIT, kv_len)
+    # rows that do not exist have token >= S: they see what exists, so that their columns stay finite
+    limit = gl.minimum(kv_len - shape.S + 1 + r // shape.G, stop)
+    AHEAD: gl.constexpr = mine is not None and shape.N < 32  # 32 rows leave no registers to load the next ones
+    if AHEAD:
+        segment = mine.next(segment)
+        query = load_query(rows, requests, segment, mine.cost, shape, mma)
+    at, m, l, acc = consume(tiles, operands, at, first * shape.UNIT, stop, scale, limit, shape, mma)
+    if mine is not None and not AHEAD:
+        segment = mine.next(segment)
+        query = load_query(rows, requests, segment, mine.cost, shape, mma)
+    m, l, acc = by_rows(m, l, acc, shape)
+    return at, segment, query, m, l, acc
+
+
+@gluon.jit
+def finish(rows, requests, segment, first, m, l, acc, valid, shape):
+    """Write the rows of a pair from `first` on."""
+    request, head, num_kv_heads = segment.request, segment.head, requests.num_kv_heads
+    scale = value_scale(rows.v_scale, head, shape.QUANT)
+    store_result(
+        rows.o, rows.lse, request, head, num_kv_heads, first, m, l, acc, scale, valid, shape.S, shape.G
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def mma_layout(N, QUANT):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if QUANT == "none" else 32])
+
+
+@gluon.jit
+def attend(tiles, operands, rows, requests, split, num_splits, shape):
+    """The consumer warps of the static schedule."""
+    mma: gl.constexpr = mma_layout(shape.N, shape.QUANT)
+    chunk = static_chunk(requests, split, num_splits, shape)
+    query = load_query(rows, requests, chunk, 0, shape, mma)
+    valid = query.valid
+    _, _, _, m, l, acc = attend_share(
+        tiles, operands, Cursor.start(0), rows, requests, query, chunk, chunk.first, chunk.last, None, shape, mma
+    )
+    if chunk.whole():
+        finish(rows, requests, chunk, rows.first, m, l, acc, valid, shape)
+    elif num_splits is not None:
+        slot = (chunk.request * requests.num_kv_heads + chunk.head) * num_splits + split
+        slots = gl.num_programs(2) * requests.num_kv_heads * num_splits
+        store_state(rows.states, slot, slots, rows.first, m, l, acc, shape.S * shape.G)
+
+
+@gluon.jit
+def settle(rows, requests, segment, mine, counters, first, m, l, acc, valid, shape):
+    """Leave the state of a cut pair's rows from `first` on; whoever is the last to do so merges them all.
+
+    The plan says how many clusters a pair touches. Its counter is the one of the first, to which no other pair that
+    reaches beyond it belongs; it is left at zero.
+    """
+    R: gl.constexpr = shape.S * shape.G
+    n: gl.constexpr = acc.shape[0]
+    first_cluster, count = mine.cut(segment)
+    num_clusters = gl.num_programs(0) // (shape.C * shape.BLOCKS)
+    store_state(rows.states, first_cluster + mine.cluster, 2 * num_clusters, first, m, l, acc, R)
+    counter = counters + (rows.first // shape.N * num_clusters + first_cluster) * shape.C + mine.rank
+    gl.barrier()  # all warps have stored, before the one that arrives releases
+    if gl.atomic_add(counter, 1) == count - 1:
+        m, l, acc = merge_slots(rows.states, 2 * first_cluster, count, 2 * num_clusters, first, n, R, shape.D)
+        finish(rows, requests, segment, first, m, l, acc, valid, shape)
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def attend_range(tiles, operands, inbox, rows, requests, records, offsets, counters, shape):
+    """The consumer warps of a plan: results of pairs that are this CTA's alone; states of others go to the mergers."""
+    mma: gl.constexpr = mma_layout(shape.N, shape.QUANT)
+    at, box = Cursor.start(0), Cursor.start(1)
+    mine, segment = Range.open(records, offsets, requests.num_kv_heads, shape.C, shape.BLOCKS)
+    query = load_query(rows, requests, segment, mine.cost, shape, mma)
+    if shape.C > 1:
+        cluster.wait()
+    while segment.at < mine.end:
+        this, valid = segment, query.valid
+        first, last = mine.share(this)
+        at, segment, query, m, l, acc = attend_share(
+            tiles, operands, at, rows, requests, query, this, first, last, mine, shape, mma
+        )
+        if mine.alone(this) & this.whole():
+            finish(rows, requests, this, rows.first, m, l, acc, valid, shape)
+        elif shape.C == 1:
+            settle(rows, requests, this, mine, counters, rows.first, m, l, acc, valid, shape)
+        else:
+            box = inbox.send(box, mine.rank, m, l, acc)
+    if shape.C > 1:
+        inbox.drain(box)
+
+
+@gluon.jit
+def merge_range(inbox, rows, requests, records, offsets, counters, shape):
+    """Four warps of a plan that merge what the cluster's consumers send."""
+    cluster.arrive()
+    box = Cursor.start(0)
+    mine, segment = Range.open(records, offsets, requests.num_kv_heads, shape.C, shape.BLOCKS)
+    first = rows.first + mine.rank * (shape.N // shape.C)
+    while segment.at < mine.end:
+        if not (mine.alone(segment) & segment.whole()):
+            _, valid = segment.lengths(requests, mine.cost, shape.UNIT)
+            box, m, l, acc = inbox.receive(box)
+            if segment.whole():
+                finish(rows, requests, segment, first, m, l, acc, valid, shape)
+            else:
+                settle(rows, requests, segment, mine, counters, first, m, l, acc, valid, shape)
+        segment = mine.next(segment)
 
 
 @gluon.jit(
-    do_not_specialize=["table_stride", "capacity", "num_splits"],
+    do_not_specialize=["table_stride", "capacity", "requests_per_cluster", "num_kv_heads", "num_splits"],
     do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "block_table", "seq_lens", "lse"],
 )
 def decode_kernel(
     k, v, k_scale, q, q_token_stride, q_head_stride, q_scale, v_scale, block_table, table_stride, seq_lens, capacity,
-    o, lse, states, num_splits, softmax_scale_log2,
+    requests_per_cluster, num_kv_heads, o, lse, states, records, offsets, counters, num_splits, softmax_scale_log2,
     S: gl.constexpr, G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
     QUANT: gl.constexpr, K_VIEW: gl.constexpr, V_VIEW: gl.constexpr, SCALE_VIEW: gl.constexpr, SLOTS: gl.constexpr,
-    MIN_TILES: gl.constexpr, SPLIT: gl.constexpr,
+    UNIT: gl.constexpr, MIN_TILES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x blocks of N rows, KV heads, requests)."""
+    """Static: grid (chunks x blocks of N rows, KV heads, requests). Planned: grid (ranges x blocks of N rows) of C CTAs."""
     BLOCKS: gl.constexpr = (S * G + N - 1) // N
+    PLANNED: gl.constexpr = records is not None
+    shape = Shape(S, G, N, D, TILE, UNIT, MIN_TILES, PAGE, QUANT, C, BLOCKS, K_VIEW, V_VIEW, SCALE_VIEW)
+    requests = Requests(seq_lens, capacity, block_table, table_stride, num_kv_heads)
+    if PLANNED:
+        range_id = gl.program_id(0) // (C * BLOCKS)
+        prefetch_line(records + range_id * 8)
+        request = range_id * requests_per_cluster >> 16  # if all are equally long
+        row_block = gl.program_id(0) // C % BLOCKS
+    else:
+        request = gl.program_id(2)
+        row_block = gl.program_id(0) % BLOCKS
+    prefetch_line(seq_lens + request)
+    prefetch_line(block_table + request.to(gl.int64) * table_stride)
     split = gl.program_id(0) // BLOCKS
-    row_block = gl.program_id(0) % BLOCKS
-    head = gl.program_id(1)
-    request = gl.program_id(2)
-    table = block_table + request.to(gl.int64) * table_stride
-    if SPLIT:
+    if num_splits is not None:
         gdc_launch_dependents()  # the merge may come as soon as every CTA has a place
-    prefetch_table(table, capacity // PAGE)
-    kv_len, valid = visible_length(seq_lens, capacity, request)
-    tiles = gl.cdiv(kv_len, TILE)
-    share = tiles
-    if SPLIT:
-        share = chunk_tiles(tiles, num_splits, MIN_TILES)
-    if (split > 0) & (split * share >= tiles):
-        return
-    chunk = Chunk(request, head, kv_len, split * share, gl.minimum(split * share + share, tiles))
-    shape = Shape(S, G, N, D, TILE, PAGE, QUANT, K_VIEW, V_VIEW, SCALE_VIEW)
+        chunk = static_chunk(requests, split, num_splits, shape)
+        if chunk.first >= chunk.places:
+            return
     dtype: gl.constexpr = k.dtype
     ring = Ring.allocate(dtype, SLOTS, TILE, D, k.layout)
-    buffers = Buffers(
+    tiles = Tiles(
         ring,
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE // min(PAGE, 32), 32], gl.NVMMASharedLayout(0, 32, 2))
         if QUANT == "type0"
         else None,
+    )
+    operands = Operands(
         gl.allocate_shared_memory(dtype, [N, D], gl.NVMMASharedLayout.get_default_for([N, D], dtype)),
         gl.allocate_shared_memory(dtype, [N, TILE], gl.NVMMASharedLayout.get_default_for([N, TILE], dtype)),
     )
     rows = Rows(
-        q, q_token_stride, q_head_stride, softmax_scale_log2, q_scale, v_scale, o, lse, states,
-        row_block * N, valid,
+        q, q_token_stride, q_head_stride, softmax_scale_log2, q_scale, k_scale, v_scale, o, lse, states, row_block * N,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (attend, (buffers, rows, k_scale, chunk, split, num_splits, shape, SPLIT)),
-            (produce, (buffers, k, v, k_scale, table, chunk, shape)),
-        ],
-        [1],
-        [40],
-    )
-
-
-def unsupported(k: Tensor, v: Tensor, k_scale: Tensor | None) -> str | None:
-    """Why TMA cannot read this cache, None if it can."""
-    paged = (k, v) if k_scale is None or k_scale.dim() != 4 else (k, v, k_scale)
-    if not torch.compiler.is_compiling() and any(type(x) is Tensor and x.data_ptr() % 16 for x in paged):
-        return "the cache must start at a multiple of 16 bytes"
-    return next((why for why in map(matrix_view, paged) if isinstance(why, str)), None)
-
-
-class Config(NamedTuple):
-    """Query rows per CTA, CTAs that share a pair's rows, tokens per tile, slots of the ring (two per tile)."""
-
-    n: int
-    blocks: int
-    tile: int
-    slots: int
-
-
-RING_BYTES = 128 * 1024  # in flight; one CTA per multiprocessor
-# Per thread at launch, 8 warps: 128 x 248 for the consumers, 128 x 40 around the producer; a merge fits beside
-REGISTERS = 144
-
-
-@cache
-def configuration(
-    dtype: torch.dtype, head_dim: int, rows: int, pairs: int, max_seq_len: int, multiprocessors: int
-) -> Config:
-    """How the `rows` = S * G query rows of each (request, KV head) pair are computed.
-
-    Where half of the multiprocessors would idle, two CTAs with half of the rows each beat one with all: the second
-    reads K and V from L2. Long tiles pay the latency of the softmax, which the exchange of the maximum between warps
-    dominates, less often; wide ones in fp8 run out of registers. All measured on an H200.
-    """
-    n = max(8, triton.next_power_of_2(rows))
-    if 2 * pairs <= multiprocessors and max_seq_len <= LONG_REQUEST:
-        n = max(8, n // 2)
-    n = min(32, n)
-    tile = 256 if dtype == FP8 and n < 32 else 128
-    return Config(n, triton.cdiv(rows, n), tile, RING_BYTES // (tile * head_dim * dtype.itemsize))
-
-
-def configuration_of(q: Tensor, k: Tensor, block_table: Tensor, num_query_tokens: int) -> Config:
-    """The `configuration` of a call."""
-    num_kv_heads = k.shape[2]
-    rows = num_query_tokens * (q.shape[1] // num_kv_heads)
-    pairs, max_seq_len = block_table.shape[0] * num_kv_heads, block_table.shape[1] * k.shape[1]
-    return configuration(q.dtype, q.shape[2], rows, pairs, max_seq_len, multiprocessors(q.device))
-
-
-def launches(
-    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
-    workspace, out, lse,
-) -> list[Launch]:  # fmt: skip
-    """The launches of a call: the decode kernel, and the merge if requests are split. Arguments as in `prepare`."""
-    batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
-    group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
-    quant = "none" if q_scale is None else "type0" if k_scale.dim() == 4 else "type1"
-    rows = num_query_tokens * group
-    capacity = block_table.shape[1] * page_size
-    n, blocks, tile, slots = configuration_of(q, k, block_table, num_query_tokens)
-    tokens = min(page_size, tile)
-    k_tiles, k_view = tile_descriptor(k, tokens)
-    v_tiles, v_view = tile_descriptor(v, tokens)
-    scale_view = None
-    if quant == "type0":
-        k_scale, scale_view = tile_descriptor(k_scale, max(1, tokens // 32))
-    shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=tile, QUANT=quant, MIN_TILES=min_tiles)
-    decode = Launch(
-        decode_kernel,
-        (num_splits * blocks, num_kv_heads, batch),
-        (
-            k_tiles, v_tiles, k_scale, q, *q.stride()[:2], q_scale, v_scale, block_table, block_table.stride(0),
-            seq_lens, capacity, out, lse, workspace, num_splits, softmax_scale * LOG2_E,
-        ),
-        dict(
-            **shape, N=n, PAGE=page_size, K_VIEW=k_view, V_VIEW=v_view, SCALE_VIEW=scale_view, SPLIT=num_splits > 1,
-            SLOTS=slots, num_warps=4, maxnreg=REGISTERS,
-        ),
-    )  # fmt: skip
-    if num_splits == 1:
-        return [decode]
-    args = (v_scale, seq_lens, capacity, out, lse, workspace, num_splits)
-    merge = Launch(
-        merge_kernel, (rows, num_kv_heads, batch), args, dict(**shape, BLOCK=16, num_warps=4, launch_pdl=True)
-    )
-    return [decode, merge]
-
-
-_bound: dict[tuple, list[Bound]] = {}  # what was launched before, by everything but addresses
-MAX_BOUND = 1024
-
-
-def prepare(
-    q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits, min_tiles,
-    workspace, out, lse, key: Hashable | None = None,
-) -> Callable[[], None]:  # fmt: skip
-    """This call as a function without arguments, which costs the host a few microseconds on a GPU.
-
-    Arguments as in `hpcattn.attention_decode`, checked there. key: something that is equal for two calls only if all
-    their arguments but the addresses are.
-    """
-    if num_splits == 1:
-        workspace = None  # whether one was given makes no difference
-    elif workspace is None:
-        floats = workspace_floats(q, k, seq_lens, num_splits, None)
-        workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
-    call = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, num_query_tokens, softmax_scale, num_splits)
-    call += (min_tiles, workspace, out, lse)
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-    addresses |= workspace.data_ptr() if num_splits > 1 else 0
-    type0 = k_scale is not None and k_scale.dim() == 4
-    if type0:
-        addresses |= k_scale.data_ptr()
-    if not q.is_cuda or addresses % 16:
-        steps = launches(*call)
-        return lambda: [step.run(q.device) for step in steps]
-    if key is None:
-        key = (
-            q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
-            k_scale.stride() if type0 else k_scale is None, block_table.shape, block_table.stride(),
-            num_query_tokens, softmax_scale, num_splits, min_tiles, lse is None,
-        )  # fmt: skip
-    kernels = _bound.get(key)
-    if kernels is None:
-        if len(_bound) >= MAX_BOUND:
-            _bound.clear()
-        kernels = _bound[key] = [Bound(launch) for launch in launches(*call)]
-    tensors = (None if type0 else k_scale, q, q_scale, v_scale, block_table, seq_lens, out, lse, workspace)
-    steps = [kernels[0].arguments(tensors, (k, v, k_scale) if type0 else (k, v))]
-    if num_splits > 1:
-        steps.append(kernels[1].arguments((v_scale, seq_lens, out, lse, workspace), ()))
-
-    def run(tensors=call, device=q.device.index):  # their addresses are in the steps: `tensors` keeps them alive
-        for kernel, arguments in zip(kernels, steps, strict=True):
-            kernel(arguments, device)
-
-    return run
+    if C > 1:
+        inbox = cluster.Inbox.allocate(C, N, D)
+        cluster.arrive()
+        gl.warp_specialize(
+            [
+                (attend_range, (tiles, operands, inbox, rows, requests, records, offsets, counters, shape)),
+                (merge_range, (inbox, rows, requests, records, offsets, counters, shape)),
+                (produce_range, (tiles, k, v, k_scale, requests, records, offsets, shape)),
+                (cluster.arrive_only, (capacity,)),
+                (cluster.arrive_only, (capacity,)),
+            ],
+            [4, 1, 1, 2],
+            [168, 40, 40, 40],
+        )
+    elif PLANNED:
+        gl.warp_specialize(
+            [
+                (attend_range, (tiles, operands, None, rows, requests, records, offsets, counters, shape)),
+                (produce_range, (tiles, k, v, k_scale, requests, records, offsets, shape)),
+            ],
+            [1],
+            [40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (tiles, operands, rows, requests, split, num_splits, shape)),
+                (produce, (tiles, k, v, k_scale, requests, split, num_splits, shape)),
+            ],
+            [1],
+            [40],
+        )

@@ -52,17 +52,21 @@ def tile_descriptor(x: Tensor, tokens: int) -> tuple[TensorDescriptor, tuple[int
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel[grid](*args, **options)`, not yet done."""
+    """`kernel[grid](*args, **options)`, not yet done; with `cluster` CTAs for every program along the grid's x."""
 
     kernel: Any
     grid: tuple[int, int, int]
     args: tuple
     options: dict[str, Any] = field(default_factory=dict)
+    cluster: int = 1
 
     def run(self, device: torch.device) -> None:
         """On a GPU; on a CPU, in the emulator."""
         if device.type == "cpu" and not recording():
-            emulator.launch(self.kernel, self.grid, *self.args, **self.options)
+            emulator.launch(self.kernel, self.grid, *self.args, **self.options, cluster=self.cluster)
+        elif self.cluster > 1 and not recording():
+            bound = Bound(self)
+            bound(bound.flat, device.index)
         else:
             self.kernel[self.grid](*self.args, **self.options)
 
@@ -85,27 +89,28 @@ class Bound:
                 f"{launch.kernel.__name__} is instrumented and needs scratch memory: launch it with Triton"
             )
         self._launch, self._stream = driver.active.utils.launch, driver.active.get_current_stream
-        self._head = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, kernel.packed_metadata)
+        warps, _, shared = kernel.packed_metadata
+        self._head = (kernel.function, run.launch_cooperative_grid, run.launch_pdl, (warps, launch.cluster, shared))
         self._head += (None,) * 5 + (run.arg_annotations, run.kernel_signature)  # hooks, scratch
         self._grid = launch.grid
         self._maps: dict[tuple[int, int], Any] = {}
         self._meta = kernel.metadata.tensordesc_meta or ()
-        self._flat: list[Any] = []
+        self.flat: list[Any] = []
         self._tensors: list[int] = []  # positions of pointers in the flat arguments
         self._descriptors: list[tuple[int, TensorDescriptor]] = []  # and of tensor maps
         for arg in launch.args:
-            at = len(self._flat)
+            at = len(self.flat)
             if isinstance(arg, TensorDescriptor):
-                self._flat += make_tensordesc_arg(arg, self._meta[len(self._descriptors)], None)  # with sizes, strides
+                self.flat += make_tensordesc_arg(arg, self._meta[len(self._descriptors)], None)  # with sizes, strides
                 self._descriptors.append((at, replace(arg, base=arg.base.new_empty(0))))  # keeps no cache alive
             else:
                 self._tensors += [at] * isinstance(arg, Tensor)
-                self._flat.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
-        self._flat += [None] * (len(launch.kernel.arg_names) - len(launch.args))  # constants
+                self.flat.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
+        self.flat += [None] * (len(launch.kernel.arg_names) - len(launch.args))  # constants
 
     def arguments(self, tensors: Iterable[Tensor | None], bases: Iterable[Tensor]) -> list:
         """The kernel's arguments with these tensors (None is passed over) and these bases of descriptors, in order."""
-        flat = self._flat.copy()
+        flat = self.flat.copy()
         pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         for at, pointer in zip(self._tensors, pointers, strict=True):
             flat[at] = pointer

@@ -1,6 +1,7 @@
-"""Partial softmax states (m, l, acc) of requests that were split over CTAs: where they lie, and their merge.
+"""Partial softmax states (m, l, acc) of query rows whose keys were split: where they lie, and how they merge.
 
-As in Flash-Decoding (Dao et al., 2023). Scores are in base 2; acc and l are not normalised.
+As in Flash-Decoding (Dao et al., 2023). Scores are in base 2; acc and l are not normalised. A state of n rows is m and
+l `[n, 1]` and acc `[n, D]`, in the layout `gl.SliceLayout(0, state_layout(n, D))`.
 """
 
 from triton.experimental import gluon
@@ -46,12 +47,106 @@ def value_scale(v_scale, head, QUANT: gl.constexpr):
         return gl.load(v_scale) / P_SCALE
 
 
+@gluon.constexpr_function
+def state_layout(n, D):
+    """States `[any number, n, D]` on four warps: a warp holds whole rows while there are four, up to 4 floats a lane."""
+    width = max(1, min(4, n * D // 128))
+    lanes = min(32, D // width)
+    across = D // (width * lanes)
+    return gl.BlockedLayout([1, 1, width], [1, 32 // lanes, lanes], [1, 4 // across, across], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def slots_layout(n, D):
+    """The same for states in the workspace: few rows leave the warps to different states."""
+    lanes = min(32, D // 4)
+    return state_layout(n, D) if n >= 4 else gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def row_ids(n: gl.constexpr, D: gl.constexpr):
+    """0, 1, ..., n - 1, placed as the rows of a state."""
+    return gl.arange(0, n, gl.SliceLayout(1, gl.SliceLayout(0, state_layout(n, D))))
+
+
+@gluon.jit
+def empty_state(n: gl.constexpr, D: gl.constexpr):
+    layout: gl.constexpr = gl.SliceLayout(0, state_layout(n, D))
+    l = gl.zeros([n, 1], gl.float32, layout)
+    return l + NEG_INF, l, gl.zeros([n, D], gl.float32, layout)
+
+
+@gluon.jit
+def take_in(m, l, acc, m_new, l_new, acc_new):
+    """Merge the states `[b, n, ...]` into one `[n, ...]`."""
+    m_all = gl.maximum(m, gl.max(m_new, 0))
+    shift = gl.where(m_all == NEG_INF, 0.0, m_all)  # rows that have seen nothing: avoids -inf - -inf
+    alpha = gl.exp2(m - shift)
+    weight = gl.exp2(m_new - shift[None, :, :])
+    return m_all, l * alpha + gl.sum(l_new * weight, 0), acc * alpha + gl.sum(acc_new * weight, 0)
+
+
 @gluon.jit
 def state_offsets(slot, r, num_slots, R: gl.constexpr, D: gl.constexpr):
     """Where acc, m and l of row r of a state lie in the workspace: acc `[slots, R, D]`, then (m, l) `[slots, 2, R]`."""
     at = slot.to(gl.int64) * R + r
     m = num_slots.to(gl.int64) * R * D + at + slot.to(gl.int64) * R
     return at * D, m, m + R
+
+
+@gluon.jit
+def store_state(states, slot, num_slots, first, m, l, acc, R: gl.constexpr):
+    """Write the rows from `first` on of a state into the workspace."""
+    n: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    r = first + row_ids(n, D)[:, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))[None, :]
+    acc_at, m_at, l_at = state_offsets(slot, r, num_slots, R, D)
+    gl.store(states + acc_at + d, acc, mask=r < R)
+    gl.store(states + m_at, m, mask=r < R)
+    gl.store(states + l_at, l, mask=r < R)
+
+
+@gluon.jit
+def merge_slots(states, slot, count, num_slots, first, n: gl.constexpr, R: gl.constexpr, D: gl.constexpr):
+    """Merge the states in slots [slot, slot + count), rows [first, first + n) of each."""
+    BLOCK: gl.constexpr = 64 // n if 2 <= n <= 8 else 32 // min(n, 32) if n > 8 else 32  # what fits into registers: every round is a trip to L2
+    layout: gl.constexpr = slots_layout(n, D)
+    flat: gl.constexpr = gl.SliceLayout(0, layout)
+    r = first + gl.arange(0, n, gl.SliceLayout(1, flat))[:, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, flat))[None, :]
+    l = gl.zeros([n, 1], gl.float32, flat)
+    m, acc = l + NEG_INF, gl.zeros([n, D], gl.float32, flat)
+    for start in range(0, count, BLOCK):
+        i = start + gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None][:, :, None]
+        acc_at, m_at, l_at = state_offsets(slot + i, r[None, :, :], num_slots, R, D)
+        there = (i < count) & (r < R)[None, :, :]
+        m_new = gl.load(states + m_at, mask=there, other=NEG_INF)
+        l_new = gl.load(states + l_at, mask=there, other=0.0)
+        acc_new = gl.load(states + acc_at + d[None, :, :], mask=there, other=0.0)
+        m, l, acc = take_in(m, l, acc, m_new, l_new, acc_new)
+    rows: gl.constexpr = gl.SliceLayout(0, state_layout(n, D))
+    return gl.convert_layout(m, rows), gl.convert_layout(l, rows), gl.convert_layout(acc, rows)
+
+
+@gluon.jit
+def result_row(request, token, head, head_of_group, S: gl.constexpr, G: gl.constexpr, num_kv_heads):
+    """Row of q, o and lse, seen as `[batch * S * num_q_heads, ...]`."""
+    return ((request.to(gl.int64) * S + token) * num_kv_heads + head) * G + head_of_group
+
+
+@gluon.jit
+def store_result(o, lse, request, head, num_kv_heads, first, m, l, acc, v_scale, valid, S: gl.constexpr, G: gl.constexpr):
+    """Normalise and write rows [first, first + n) of a pair: NaN, never truncated attention, if not `valid`."""
+    n: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    factor, row_lse = normalizer(m, l, v_scale, valid)
+    r = first + row_ids(n, D)[:, None]
+    row = result_row(request, r // G, head, r % G, S, G, num_kv_heads)
+    d = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))[None, :]
+    gl.store(o + row * D + d, (acc * factor).to(gl.bfloat16), mask=r < S * G)
+    if lse is not None:
+        gl.store(lse + row, row_lse, mask=r < S * G)
 
 
 @gluon.jit(
@@ -61,13 +156,12 @@ def state_offsets(slot, r, num_slots, R: gl.constexpr, D: gl.constexpr):
 def merge_kernel(
     v_scale, seq_lens, capacity, o, lse, states, num_splits,
     S: gl.constexpr, G: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, QUANT: gl.constexpr, MIN_TILES: gl.constexpr,
-    BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Grid (S * G rows, KV heads, requests): merge a row's partial states, `BLOCK` at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
+    """Grid (S * G rows, KV heads, requests): merge a row's partial states of the static schedule."""
     r = gl.program_id(0)
     head = gl.program_id(1)
     request = gl.program_id(2)
+    num_kv_heads = gl.num_programs(1)
     kv_len, valid = visible_length(seq_lens, capacity, request)
     tiles = gl.cdiv(kv_len, TILE)
     chunks = gl.cdiv(tiles, chunk_tiles(tiles, num_splits, MIN_TILES))
@@ -75,28 +169,6 @@ def merge_kernel(
     gdc_wait()
     if chunks <= 1:
         return  # written by the one CTA that saw all keys
-    pair = request * gl.num_programs(1) + head
-    num_slots = gl.num_programs(2) * gl.num_programs(1) * num_splits
-    d = gl.arange(0, D, gl.SliceLayout(0, layout))
-    m = gl.to_tensor(NEG_INF)
-    l = gl.to_tensor(0.0)
-    acc = gl.zeros([D], gl.float32, gl.SliceLayout(0, layout))
-    for first in range(0, chunks, BLOCK):
-        chunk = first + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-        exists = chunk < chunks
-        acc_at, m_at, l_at = state_offsets(pair * num_splits + chunk, r, num_slots, S * G, D)
-        m_chunk = gl.load(states + m_at, mask=exists, other=NEG_INF)
-        l_chunk = gl.load(states + l_at, mask=exists, other=0.0)
-        acc_chunk = gl.load(states + acc_at[:, None] + d[None, :], mask=exists[:, None], other=0.0)
-        m_new = gl.maximum(m, gl.max(m_chunk, 0))
-        shift = gl.where(m_new == NEG_INF, 0.0, m_new)
-        alpha = gl.exp2(m - shift)
-        weight = gl.exp2(m_chunk - shift)
-        l = l * alpha + gl.sum(l_chunk * weight, 0)
-        acc = acc * alpha + gl.sum(acc_chunk * weight[:, None], 0)
-        m = m_new
-    factor, row_lse = normalizer(m, l, scale, valid)
-    row = ((request.to(gl.int64) * S + r // G) * gl.num_programs(1) + head) * G + r % G
-    gl.store(o + row * D + d, (acc * factor).to(gl.bfloat16))
-    if lse is not None:
-        gl.store(lse + row, row_lse)
+    slot = (request * num_kv_heads + head) * num_splits
+    m, l, acc = merge_slots(states, slot, chunks, gl.num_programs(2) * num_kv_heads * num_splits, r, 1, S * G, D)
+    store_result(o, lse, request, head, num_kv_heads, r, m, l, acc, scale, valid, S, G)

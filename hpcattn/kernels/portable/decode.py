@@ -2,9 +2,9 @@
 
 One program handles the S * G query rows that share a KV head, so K and V are read once for all of them. The static
 schedule cuts every (request, KV head) pair into the same number of chunks; the dynamic one gives every program the
-same number of tiles of the concatenation of all pairs (`hpcattn.schedule`), so that a program may finish one pair and
-go on with the next: Stream-K (Osama et al., 2023) for attention. A second kernel merges the partial states (acc, m, l),
-as in Flash-Decoding (Dao et al., 2023).
+same number of tiles of the concatenation of all pairs (`hpcattn.schedule`: a program is one of its clusters), so that a
+program may finish one pair and go on with the next: Stream-K (Osama et al., 2023) for attention. A second kernel merges
+the partial states (acc, m, l), as in Flash-Decoding (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from hpcattn.kernels.jit import jit
 from hpcattn.kernels.portable.common import KV, LOG2_E, NEG_INF, attend, finish, make_kv
+from hpcattn.kernels.portable.plan import PLAN_TILE
 
 TILE = 64
 NUM_STAGES = 5  # tiles of K in flight: 3 leave an H200's memory idle a tenth of the time
@@ -123,55 +124,56 @@ def static_kernel(
         store_result(rows, head, row, exists, m, l, acc, valid, QUANT)
 
 
-class Plan(NamedTuple):
-    """The tensors of a `hpcattn.schedule.DecodePlan`."""
-
-    header: object
-    offsets: object
-    starts: object
+@jit
+def fits(kv_len, tiles, PLAN_TILE: tl.constexpr):
+    """Whether a plan that gives a request's pairs `tiles` tiles is for its length."""
+    return tiles == tl.maximum(tl.cdiv(kv_len, PLAN_TILE), 1)
 
 
 @jit
 def dynamic_kernel(
-    rows: Rows, kv: KV, plan: Plan, num_kv_heads, softmax_scale_log2,
+    rows: Rows, kv: KV, header, offsets, records, num_kv_heads, softmax_scale_log2,
     S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-    QUANT: tl.constexpr,
+    QUANT: tl.constexpr, PLAN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (CTAs of the plan,). Each walks its `quota` tiles of the concatenated pairs."""
-    cta = tl.program_id(0)
-    quota = tl.load(plan.header)
-    t = cta * quota
-    end = tl.minimum(t + quota, tl.load(plan.header + 1))
-    request = tl.load(plan.starts + cta)
+    """Grid (clusters of the plan,). Each walks its `quota` tiles of the concatenated pairs."""
+    cluster = tl.program_id(0)
+    quota = tl.load(header)
+    t = cluster * quota
+    end = tl.minimum(t + quota, tl.load(header + 1))
+    cost = tl.load(header + 3)
+    request = tl.load(records + 8 * cluster)
+    head = tl.load(records + 8 * cluster + 1)
+    first = tl.load(records + 8 * cluster + 2)
+    places = tl.load(records + 8 * cluster + 3)
     while t < end:
-        while tl.load(plan.offsets + request + 1) * num_kv_heads <= t:
-            request += 1
-        offset = tl.load(plan.offsets + request)
-        tiles = tl.load(plan.offsets + request + 1) - offset
-        head = (t - offset * num_kv_heads) // tiles
-        first = t - offset * num_kv_heads - head * tiles
-        last = tl.minimum(first + end - t, tiles)
+        last = tl.minimum(first + end - t, places)
         kv_len, valid = visible_length(rows, request)
-        stop = tl.minimum(last * TILE, kv_len)
+        start = tl.maximum(first - cost, 0) * PLAN_TILE
+        stop = tl.minimum(tl.maximum(last - cost, 0) * PLAN_TILE, kv_len)
         m, l, acc = decode_chunk(
-            rows, kv, request, head, num_kv_heads, kv_len, first * TILE, stop, softmax_scale_log2,
+            rows, kv, request, head, num_kv_heads, kv_len, start, stop, softmax_scale_log2,
             S, G, M, D, TILE, PAGE, QUANT,
         )  # fmt: skip
-        if (first == 0) & (last == tiles):
+        if (first == 0) & (last == places):
             _, _, row, exists = row_ids(request, head, num_kv_heads, S, G, M)
-            store_result(rows, head, row, exists, m, l, acc, valid, QUANT)
-        else:  # slot 2c + 1: the pair that starts here and goes on; 2c: the pair that began in an earlier CTA
-            store_state(rows, 2 * cta + (first == 0).to(tl.int32), m, l, acc, S * G)
+            store_result(rows, head, row, exists, m, l, acc, valid & fits(kv_len, places - cost, PLAN_TILE), QUANT)
+        else:  # slot 2c + 1: the pair that starts here and goes on; 2c: the pair that began in an earlier cluster
+            store_state(rows, 2 * cluster + (first == 0).to(tl.int32), m, l, acc, S * G)
         t += last - first
+        first = 0
+        request += (head + 1) // num_kv_heads
+        head = (head + 1) % num_kv_heads
+        places = tl.load(offsets + request + 1, mask=t < end, other=0) - tl.load(offsets + request)
 
 
 @jit
 def merge_kernel(
-    rows: Rows, plan: Plan, num_splits, num_kv_heads,
-    S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, QUANT: tl.constexpr, DYNAMIC: tl.constexpr,
+    rows: Rows, header, offsets, num_splits, num_kv_heads,
+    S: tl.constexpr, G: tl.constexpr, D: tl.constexpr, QUANT: tl.constexpr, PLAN_TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S * G rows, KV heads, requests): merge a row's partial states, and write the rows nothing else wrote."""
+    """Grid (S * G rows, KV heads, requests): merge a row's partial states. header: None for the static schedule."""
     r = tl.program_id(0)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -179,14 +181,14 @@ def merge_kernel(
     first = (request * num_kv_heads + head) * num_splits
     last = first + num_splits
     done = False
-    if DYNAMIC:
-        quota = tl.load(plan.header)
-        offset = tl.load(plan.offsets + request)
-        tiles = tl.load(plan.offsets + request + 1) - offset
-        valid = valid & (tiles == tl.cdiv(kv_len, TILE))  # else the plan is for other lengths
-        begin = offset * num_kv_heads + head * tiles
+    if header is not None:
+        quota = tl.load(header)
+        offset = tl.load(offsets + request)
+        places = tl.load(offsets + request + 1) - offset
+        valid = valid & fits(kv_len, places - tl.load(header + 3), PLAN_TILE)
+        begin = offset * num_kv_heads + head * places
         first = begin // quota
-        last = tl.where(valid & (tiles > 0), (begin + tiles - 1) // quota + 1, first)
+        last = (begin + places - 1) // quota + 1
         done = last - first == 1
     if not done:
         m = tl.full([1], NEG_INF, tl.float32)
@@ -196,7 +198,7 @@ def merge_kernel(
             chunk = block + tl.arange(0, BLOCK)
             exists = chunk < last
             slot = chunk
-            if DYNAMIC:
+            if header is not None:
                 slot = 2 * chunk + (chunk == first).to(tl.int32)
             acc_at, m_at, l_at = state_offsets(rows, slot, r, S * G, D)
             m_chunk = tl.load(rows.states + m_at, mask=exists, other=NEG_INF)
@@ -219,46 +221,48 @@ def num_floats(num_slots: int, rows_per_pair: int, head_dim: int) -> int:
     return num_slots * rows_per_pair * (head_dim + 2)
 
 
-def num_states(num_pairs: int, num_splits: int, num_ctas: int | None) -> int:
-    """Partial states that a call may write: two per CTA of a plan, one per chunk otherwise."""
-    if num_ctas is not None:
-        return 2 * num_ctas
+def num_states(num_pairs: int, num_splits: int, num_clusters: int | None) -> int:
+    """Partial states that a call may write: two per cluster of a plan, one per chunk otherwise."""
+    if num_clusters is not None:
+        return 2 * num_clusters
     return num_pairs * num_splits if num_splits > 1 else 0
 
 
-def workspace_floats(q, k, seq_lens, num_splits: int, num_ctas: int | None) -> int:
+def workspace_floats(q, k, seq_lens, num_splits: int, num_clusters: int | None) -> int:
     """Length of the workspace of a call."""
     pairs = seq_lens.shape[0] * k.shape[2]
-    return num_floats(num_states(pairs, num_splits, num_ctas), q.shape[0] * q.shape[1] // max(1, pairs), q.shape[2])
+    return num_floats(num_states(pairs, num_splits, num_clusters), q.shape[0] * q.shape[1] // max(1, pairs), q.shape[2])
 
 
 def launch(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, plan, num_query_tokens, softmax_scale, num_splits,
     workspace, out, lse,
 ) -> None:  # fmt: skip
-    """Run decode. Arguments as in `hpcattn.attention_decode`, checked there; plan is (header, offsets, starts)."""
+    """Run decode. Arguments as in `hpcattn.attention_decode`, checked there; plan: `PlanTensors` or None."""
     batch, num_kv_heads, page_size = seq_lens.shape[0], k.shape[2], k.shape[1]
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
-    num_ctas = None if plan is None else plan[2].shape[0]
-    num_slots = num_states(batch * num_kv_heads, num_splits, num_ctas)
+    num_clusters = None if plan is None else plan.records.shape[0]
+    num_slots = num_states(batch * num_kv_heads, num_splits, num_clusters)
     rows_per_pair = num_query_tokens * group
     if workspace is None:
-        floats = workspace_floats(q, k, seq_lens, num_splits, num_ctas)
+        floats = workspace_floats(q, k, seq_lens, num_splits, num_clusters)
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     kv, quant = make_kv(k, v, block_table, k_scale, quantized=q_scale is not None)
     rows = Rows(
         q, q.stride()[:2], q_scale, v_scale, seq_lens, block_table.shape[1] * page_size, out, lse, workspace, num_slots
     )
-    shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=TILE, QUANT=quant)
-    loop = dict(**shape, M=max(16, triton.next_power_of_2(rows_per_pair)), PAGE=page_size, num_stages=NUM_STAGES)
-    scale, merge_plan = softmax_scale * LOG2_E, Plan(None, None, None)
+    shape = dict(S=num_query_tokens, G=group, D=head_dim, QUANT=quant)
+    loop = dict(M=max(16, triton.next_power_of_2(rows_per_pair)), TILE=TILE, PAGE=page_size, num_stages=NUM_STAGES)
+    scale, header, offsets = softmax_scale * LOG2_E, None, None
     if plan is None:
         grid = (num_splits, num_kv_heads, batch)
-        static_kernel[grid](rows, kv, num_splits, num_kv_heads, scale, **loop, SPLIT=num_splits > 1)
+        static_kernel[grid](rows, kv, num_splits, num_kv_heads, scale, **shape, **loop, SPLIT=num_splits > 1)
     else:
-        merge_plan = Plan(*plan)
-        dynamic_kernel[plan[2].shape[0],](rows, kv, merge_plan, num_kv_heads, scale, **loop)
+        header, offsets, records = plan[:3]
+        dynamic_kernel[num_clusters,](
+            rows, kv, header, offsets, records, num_kv_heads, scale, **shape, **loop, PLAN_TILE=PLAN_TILE
+        )
     if plan is not None or num_splits > 1:
         merge_kernel[rows_per_pair, num_kv_heads, batch](
-            rows, merge_plan, num_splits, num_kv_heads, **shape, DYNAMIC=plan is not None, BLOCK=16
+            rows, header, offsets, num_splits, num_kv_heads, **shape, PLAN_TILE=PLAN_TILE, BLOCK=16
         )

@@ -1,0 +1,1 @@
+"""Other libraries' function names and signatures over the operators of this package."""
