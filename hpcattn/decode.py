@@ -276,7 +276,7 @@ def _workspace_floats(q, cache, seq_lens, num_splits: int, plan: DecodePlan | No
 
 def _prepare(
     q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, header, offsets, records, counters, cluster_size,
-    row_blocks,     num_query_tokens, softmax_scale, num_splits, min_tiles, implementation, workspace, out, lse, key=None,
+    row_blocks, num_query_tokens, softmax_scale, num_splits, min_tiles, implementation, workspace, out, lse, key=None,
 ) -> Callable[[], None]:  # fmt: skip
     """What is to run, bound to its arguments; key as in `hopper.prepare`."""
     plan = None if header is None else PlanTensors(header, offsets, records, counters, cluster_size, row_blocks)

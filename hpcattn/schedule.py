@@ -1,18 +1,21 @@
 """The decode schedule: which cluster of CTAs attends to which tiles of which (request, KV head) pair.
 
-Lay the 128-token tiles of all pairs end to end, request by request, head by head; a request that is empty, or whose
-length is out of range, has one tile, so that somebody writes its rows. Cluster c takes tiles
-`[c * quota, (c + 1) * quota)` of that line, with `quota = max(ceil(total / num_clusters), min_quota)`: every cluster
-that has work has the same, but for the last, whatever the lengths (Stream-K). The tiles of one pair in one cluster are
-a *segment*; the CTAs of the cluster share it out: the share j of a segment that begins at position t of the line goes
-to CTA `(j + t) % cluster_size`, so that their loads differ by a tile at most. Small int32 tensors say where to begin:
+Lay the pairs end to end, request by request, head by head: each takes `pair_cost` places, the price of beginning with
+a pair in tiles that could stream meanwhile, then one place for every 128-token tile. A request that is empty, or whose
+length is out of range, has one tile, so that somebody writes its rows. Cluster c takes places
+`[c * quota, (c + 1) * quota)` of that line, with `quota = max(ceil(total / num_clusters), min_quota)`, or as many
+places as the longest pair that takes at most 1 / SPARE more: every cluster that has work has the same, but for the
+last, whatever the lengths (Stream-K). The places of one pair in one cluster are a *segment*. The CTAs of the cluster
+share its tiles out, contiguously: the share j of a segment that begins at place t goes to CTA `(j + t) % cluster_size`,
+so that longer shares rotate. But a whole pair of up to `max(1, quota // (SMALL_SHARE * cluster_size))` tiles is left to
+one CTA, pairs in turns: sharing it out would cost more. Small int32 tensors say where to begin:
 
-* `header` = (quota, total tiles of all pairs, number of requests whose length is out of range, 0);
-* `offsets[b]`, `[batch + 1]`: tiles of the requests before b, counted for one head;
-* `records[c]`, `[num_clusters, 8]` = (request, head, first, tiles, begin, end, quota, small): the pair in which cluster c
-  begins, at which of its tiles, and how many it has, all 0 for a cluster without work; the range [begin, end) of the
-  line; and the most tiles of a whole pair that is left to one CTA, since sharing it out would cost more;
-* `counters`, `[num_clusters * cluster_size * ROW_BLOCKS]`: zeros, for the kernels to count arrivals.
+* `header` = (quota, total, number of requests whose length is out of range, pair_cost);
+* `offsets[b]`, `[batch + 1]`: places of the requests before b, counted for one head;
+* `records[c]`, `[num_clusters, 8]` = (request, head, first, places, begin, end, quota, pair_cost): the pair in which
+  cluster c begins, at which of its places, and how many it has, all 0 for a cluster without work; the cluster's range
+  [begin, end) of the line, empty at its end for a cluster without work;
+* `counters`, `[num_clusters * cluster_size * ROW_BLOCKS]`: zeros, for the kernels to count arrivals; left at zero.
 
 They depend on the lengths alone, so one plan serves every layer of a step, and rebuilding it in place (`out=`) keeps a
 captured graph right when lengths change.
@@ -33,7 +36,7 @@ from torch import Tensor
 from hpcattn.explanation import Explanation, explains
 from hpcattn.kernels.portable import plan as portable
 from hpcattn.kernels.portable.decode import TILE
-from hpcattn.kernels.portable.plan import PLAN_TILE, ROW_BLOCKS, SMALL_SHARE, PlanTensors
+from hpcattn.kernels.portable.plan import PLAN_TILE, ROW_BLOCKS, SMALL_SHARE, SPARE, PlanTensors
 from hpcattn.ops import define_operator
 from hpcattn.quantization import FP8
 from hpcattn.validation import check_seq_lens, check_tensor, check_value, resolve_implementation
@@ -62,25 +65,33 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 
 
 class Policy(NamedTuple):
-    """How the pairs of requests of up to `max_seq_len` tokens are computed."""
+    """What suits requests of up to `max_seq_len` tokens and pairs of up to `query_rows` rows, measured on an H200."""
 
     max_seq_len: float
+    query_rows: float
     cluster_size: int
-    rows_per_cta: int  # at most: more query rows take several row blocks
+    row_blocks: int  # at least: CTAs that share a pair's rows; never more than 32 rows for one
     tiles_per_cta: int  # at least: below, merging costs more than it balances
     reason: str
 
 
 # the first row that fits counts
 HOPPER_POLICY = (
-    Policy(1024, 1, 32, 8, "requests are short: nothing to share out"),
-    Policy(LONG_REQUEST, 2, 32, 1, "few tiles to share out"),
-    Policy(math.inf, 4, 32, 1, "requests may be long: fewer of them cross a cluster's border, more CTAs merge them"),
+    Policy(1024, math.inf, 1, 1, 8, "requests are short: nothing to share out"),
+    Policy(LONG_REQUEST, 8, 2, 1, 1, "two CTAs share the keys of a pair"),
+    Policy(LONG_REQUEST, math.inf, 1, 2, 1, "two CTAs share the rows of a pair: the second reads K and V from L2"),
+    Policy(16384, 8, 4, 1, 1, "few tiles: the start and the merge count"),
+    Policy(math.inf, 8, 2, 1, 1, "many tiles: more CTAs beat shorter merges"),
+    Policy(math.inf, math.inf, 4, 1, 1, "many rows: four CTAs merge four times as fast as one"),
 )
-OTHER_POLICY = (Policy(math.inf, 1, 80, 1, "clusters need a Hopper GPU"),)
-PAIR_COST = {torch.bfloat16: 0, FP8: 2}  # of beginning with a pair, in tiles that stream meanwhile
+OTHER_POLICY = (Policy(math.inf, math.inf, 1, 1, 1, "clusters need a Hopper GPU"),)
 # clusters on the GPU at once, where not multiprocessors // size: a cluster lies in one GPC, of 16 or 18 of them
 RESIDENT_CLUSTERS = {(132, 4): 30, (132, 8): 15}
+
+
+def pair_places(query_rows: int, dtype: torch.dtype) -> int:
+    """What beginning with a pair costs a CTA, in tiles that stream meanwhile. Measured on an H200."""
+    return 2 if dtype == FP8 else int(query_rows > 8)
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,15 @@ class DecodePlan:
     @cached_property
     def metadata(self) -> tuple:
         """All but the contents, hashable: equal for plans that a call treats alike. Computed once, as a cache's."""
-        settings = (self.num_kv_heads, self.max_seq_len, self.min_quota, self.cluster_size, self.row_blocks, self.pair_cost, self.tile)
+        settings = (
+            self.num_kv_heads,
+            self.max_seq_len,
+            self.min_quota,
+            self.cluster_size,
+            self.row_blocks,
+            self.pair_cost,
+            self.tile,
+        )
         return *((x.shape, x.stride(), x.dtype, x.device) for x in self.tensors), *settings
 
 
@@ -140,9 +159,10 @@ def policy(
     row_blocks: int | None = None,
 ) -> dict[str, tuple[int, str]]:  # fmt: skip
     """cluster_size and row_blocks (chosen if None), pair_cost, num_clusters and min_quota, each with the reason."""
-    row = next(row for row in (HOPPER_POLICY if hopper else OTHER_POLICY) if max_seq_len <= row.max_seq_len)
+    rows = HOPPER_POLICY if hopper else OTHER_POLICY
+    row = next(row for row in rows if max_seq_len <= row.max_seq_len and query_rows <= row.query_rows)
     size, why = (row.cluster_size, row.reason) if cluster_size is None else (cluster_size, "as asked")
-    blocks = (math.ceil(query_rows / row.rows_per_cta), f"{query_rows} query rows, at most {row.rows_per_cta} per CTA")
+    blocks = (max(row.row_blocks, math.ceil(query_rows / 32)), f"{query_rows} query rows")
     if row_blocks is not None:
         blocks = (row_blocks, "as asked")
     if hopper:
@@ -151,7 +171,10 @@ def policy(
     else:
         clusters = (max(1, CTAS_PER_SM * sms // size), f"{CTAS_PER_SM} CTAs on each of {sms} multiprocessors")
     quota = (row.tiles_per_cta * size, f"tiles per CTA: {row.tiles_per_cta} or more")
-    cost = (PAIR_COST[dtype], f"tiles that stream while a CTA begins with a pair, {dtype}")
+    cost = (
+        pair_places(query_rows, dtype) if hopper else 0,
+        f"tiles that stream while a CTA begins with a pair, {dtype}",
+    )
     return dict(cluster_size=(size, why), row_blocks=blocks, pair_cost=cost, num_clusters=clusters, min_quota=quota)
 
 
@@ -182,14 +205,32 @@ def plan_decode(
     Raises ValueError or TypeError for arguments that do not fit.
     """
     chosen = _resolve(
-        seq_lens, num_kv_heads, query_rows, dtype, max_seq_len, cluster_size, row_blocks, pair_cost, num_clusters, min_quota, out,
+        seq_lens,
+        num_kv_heads,
+        query_rows,
+        dtype,
+        max_seq_len,
+        cluster_size,
+        row_blocks,
+        pair_cost,
+        num_clusters,
+        min_quota,
+        out,
         implementation,
     )
     if out is None:
         n, size = chosen["num_clusters"], chosen["cluster_size"]
         shapes = ((4,), (seq_lens.shape[0] + 1,), (n, 8), (n * size * ROW_BLOCKS,))
         tensors = (torch.empty(shape, dtype=torch.int32, device=seq_lens.device) for shape in shapes)
-        out = DecodePlan(*tensors, num_kv_heads, chosen["max_seq_len"], chosen["min_quota"], size, chosen["row_blocks"], chosen["pair_cost"])
+        out = DecodePlan(
+            *tensors,
+            num_kv_heads,
+            chosen["max_seq_len"],
+            chosen["min_quota"],
+            size,
+            chosen["row_blocks"],
+            chosen["pair_cost"],
+        )
     torch.ops.hpcattn.plan_decode(
         seq_lens, num_kv_heads, out.min_quota, out.pair_cost, out.max_seq_len, chosen["implementation"], *out.tensors
     )
@@ -198,8 +239,18 @@ def plan_decode(
 
 @explains(plan_decode)
 def _resolve(
-    seq_lens, num_kv_heads, query_rows, dtype, max_seq_len, cluster_size, row_blocks, pair_cost, num_clusters, min_quota, out,
-        implementation,
+    seq_lens,
+    num_kv_heads,
+    query_rows,
+    dtype,
+    max_seq_len,
+    cluster_size,
+    row_blocks,
+    pair_cost,
+    num_clusters,
+    min_quota,
+    out,
+    implementation,
 ) -> Explanation:
     """Check everything, and settle what is None or "auto"."""
     check_seq_lens(seq_lens)
@@ -219,7 +270,7 @@ def _resolve(
         ("num_kv_heads", num_kv_heads, 1, 1024),
         ("query_rows", query_rows, 1, 80),
         ("row_blocks", row_blocks, 1, ROW_BLOCKS),
-        ("pair_cost", pair_cost, 0, 16),
+        ("pair_cost", pair_cost, 0, 8),
         ("max_seq_len", max_seq_len, 0, 2**30),
         ("num_clusters", num_clusters, 1, 65536),
         ("min_quota", min_quota, 1, 16384),
@@ -230,7 +281,9 @@ def _resolve(
     pairs = batch * num_kv_heads
     longest = MOST_TILES // max(1, pairs) * PLAN_TILE
     capacity = (max_seq_len, "as asked") if max_seq_len <= longest else (longest, f"{MOST_TILES} tiles in all")
-    chosen = policy(max_seq_len, query_rows, dtype, multiprocessors(device), is_hopper(device), cluster_size, row_blocks)
+    chosen = policy(
+        max_seq_len, query_rows, dtype, multiprocessors(device), is_hopper(device), cluster_size, row_blocks
+    )
     chosen |= {name: (value, "as asked") for name, value in given.items() if value is not None}
     return Explanation("plan_decode", {"implementation": kind, "max_seq_len": capacity} | chosen)
 
@@ -260,6 +313,8 @@ def plan_decode_reference(
         offsets.append(offsets[-1] + (max(1, math.ceil(n / tile)) if ok else 1) + pair_cost)
     total = offsets[-1] * num_kv_heads
     quota = max(math.ceil(total / num_clusters), min_quota)
+    most = quota + quota // SPARE
+    quota = max([quota, *(b - a for a, b in pairwise(offsets) if b - a <= most)])
 
     def record(t: int) -> list[int]:
         if t >= total:
@@ -337,7 +392,11 @@ def _plan_decode(
 ) -> None:  # fmt: skip
     if implementation == "reference":
         plan = plan_decode_reference(
-            seq_lens.tolist(), num_kv_heads, records.shape[0], min_quota=min_quota, max_seq_len=max_seq_len,
+            seq_lens.tolist(),
+            num_kv_heads,
+            records.shape[0],
+            min_quota=min_quota,
+            max_seq_len=max_seq_len,
             pair_cost=pair_cost,
         )
         for tensor, values in zip((header, offsets, records), plan, strict=True):

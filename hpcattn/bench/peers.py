@@ -129,7 +129,8 @@ class Ours(Adapter):
         workload, arguments = inputs.workload, (inputs.seq_lens, inputs.cache.num_kv_heads)
         plan = plan_decode(
             *arguments,
-            query_rows=workload.num_query_tokens * workload.num_q_heads // workload.num_kv_heads, dtype=inputs.q.dtype,
+            query_rows=workload.num_query_tokens * workload.num_q_heads // workload.num_kv_heads,
+            dtype=inputs.q.dtype,
             max_seq_len=inputs.block_table.shape[1] * inputs.cache.page_size,
             **(portable_grid(inputs.q.device) if self.name == "portable" else {}),
         )

@@ -14,7 +14,7 @@ from hpcattn import attention_decode_reference, relative_error
 from hpcattn.bench.workloads import Workload
 from hpcattn.compat.hpc import QuantType
 from hpcattn.quantization import FP8
-from hpcattn.schedule import multiprocessors, plan_decode_reference, policy
+from hpcattn.schedule import ROW_BLOCKS, multiprocessors, plan_decode_reference, policy
 
 TYPE0 = QuantType.QPERTOKEN_PERHEAD_KPERTOKEN_PERHEAD_VPERHEAD
 TYPE1 = QuantType.QPERTOKEN_PERHEAD_KPERTENSOR_VPERTENSOR
@@ -266,12 +266,12 @@ def test_a_workspace_holds_every_plan(sms, hopper, monkeypatch):
         for heads, batch in product((1, 4, 128), (1, 16, 200, 2048)):
             room = hpc.get_attention_decode_task_workspace(batch, 2**17, heads)
             for s, fewer in product(range(1, 6), (1, batch)):
-                parts, (longest, quota, size) = hpc._layout(room.device, fewer, heads, s)
+                parts, (longest, quota, size, blocks) = hpc._layout(room.device, fewer, heads, s)
                 assert 4 * sum(parts) <= room.numel() and not sum(parts[:4]) % 4
-                chosen = policy(fewer * heads, math.inf, 8 * s, sms, hopper)
-                assert (parts[1] // 4, size, quota) == tuple(
-                    chosen[name][0] for name in ("num_clusters", "cluster_size", "min_quota")
-                )
+                chosen = policy(math.inf, 8 * s, torch.bfloat16, sms, hopper)
+                names = ("num_clusters", "cluster_size", "row_blocks", "min_quota")
+                assert (parts[1] // 8, size, blocks, quota) == tuple(chosen[name][0] for name in names)
+                assert parts[2] == parts[1] // 8 * size * ROW_BLOCKS
                 assert math.ceil(longest / 128) * fewer * heads < 2**31
     finally:
         hpc._layout.cache_clear()

@@ -23,6 +23,7 @@ from hpcattn import (
 )
 from hpcattn.bench.workloads import Workload
 from hpcattn.quantization import pad_q_scale
+from hpcattn.schedule import ROW_BLOCKS
 
 DECODE = cases.decode_grid(lengths=((1, 70), (0, 130, 3), (63, 64, 65), (2, 257)))
 PREFILL = cases.prefill_grid(
@@ -304,7 +305,8 @@ BAD_DECODE = [
          "plan.records", "int32"),
     _bad("plan tile", lambda a: dict(plan=planned(a, tile=64)), ValueError, "plan.tile", "128", "64"),
     _bad("plan clusters", lambda a: dict(plan=planned(a, cluster_size=3)), ValueError, "plan.cluster_size", "3"),
-    _bad("plan counters", lambda a: dict(plan=planned(a, cluster_size=8)), ValueError, "plan.counters", "[192]"),
+    _bad("plan counters", lambda a: dict(plan=planned(a, cluster_size=8)), ValueError, "plan.counters",
+         f"[{8 * 8 * ROW_BLOCKS}]"),
     _bad("softmax_scale", lambda a: dict(softmax_scale="x"), ValueError, "softmax_scale", "a number"),
     _bad("half a split", lambda a: dict(num_splits=2.5), ValueError, "num_splits", "2.5"),
     _bad("plan heads", lambda a: dict(plan=plan_decode(a["seq_lens"], 1)), ValueError, "plan", "2 KV heads", "1"),
@@ -378,7 +380,7 @@ def test_opcheck_and_compile(decode_args, implementation, dynamic):
     cache, q = decode_args["cache"], decode_args["q"]
     tensors = (q, cache.k, cache.v, decode_args["block_table"], decode_args["seq_lens"])
     out, lse = torch.empty_like(q), torch.empty(4, 4)
-    flat = (*tensors, *[None] * 7, 1, 2, 128**-0.5, 2, 1, implementation, None, out, lse)
+    flat = (*tensors, *[None] * 7, 1, 1, 2, 128**-0.5, 2, 1, implementation, None, out, lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
 

@@ -442,7 +442,7 @@ def decode_kernel(
     QUANT: gl.constexpr, K_VIEW: gl.constexpr, V_VIEW: gl.constexpr, SCALE_VIEW: gl.constexpr, SLOTS: gl.constexpr,
     UNIT: gl.constexpr, MIN_TILES: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Static: grid (chunks x blocks of N rows, KV heads, requests). Planned: grid (ranges x blocks of N rows) of C CTAs."""
+    """Static: grid (chunks x blocks of N rows, KV heads, requests). Planned: (ranges x blocks of N rows) of C CTAs."""
     BLOCKS: gl.constexpr = (S * G + N - 1) // N
     PLANNED: gl.constexpr = records is not None
     shape = Shape(S, G, N, D, TILE, UNIT, MIN_TILES, PAGE, QUANT, C, BLOCKS, K_VIEW, V_VIEW, SCALE_VIEW)

@@ -87,7 +87,9 @@ def launches(
     quant = "none" if q_scale is None else "type0" if k_scale.dim() == 4 else "type1"
     rows = num_query_tokens * group
     capacity = block_table.shape[1] * page_size
-    n, blocks, tile, slots = configuration_of(q, k, block_table, num_query_tokens, None if plan is None else plan.row_blocks)
+    n, blocks, tile, slots = configuration_of(
+        q, k, block_table, num_query_tokens, None if plan is None else plan.row_blocks
+    )
     tokens = min(page_size, tile)
     k_tiles, k_view = tile_descriptor(k, tokens)
     v_tiles, v_view = tile_descriptor(v, tokens)
@@ -100,26 +102,30 @@ def launches(
         cluster, grid = plan.cluster_size, (plan.records.shape[0] * blocks, 1, 1)
     planned = (None,) * 3 if plan is None else (plan.records, plan.offsets, plan.counters)
     split = plan is None and num_splits > 1
+    guess = _requests_per_cluster(batch, num_kv_heads, max(1, grid[0] // blocks))
     shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=tile, QUANT=quant, MIN_TILES=min_tiles)
     decode = Launch(
         decode_kernel,
         grid,
         (
             k_tiles, v_tiles, k_scale, q, *q.stride()[:2], q_scale, v_scale, block_table, block_table.stride(0),
-            seq_lens, capacity, _requests_per_cluster(batch, num_kv_heads, max(1, grid[0] // blocks)), num_kv_heads, out, lse, workspace, *planned, num_splits if split else None,
+            seq_lens, capacity, guess, num_kv_heads, out, lse, workspace, *planned, num_splits if split else None,
             softmax_scale * LOG2_E,
         ),
         dict(
             **shape, N=n, PAGE=page_size, K_VIEW=k_view, V_VIEW=v_view, SCALE_VIEW=scale_view, SLOTS=slots, C=cluster,
-            UNIT=tile if plan is None else PLAN_TILE,
-            num_warps=4, maxnreg=CLUSTER_REGISTERS if cluster > 1 else REGISTERS,
+            UNIT=tile if plan is None else PLAN_TILE, num_warps=4,
+            maxnreg=CLUSTER_REGISTERS if cluster > 1 else REGISTERS,
         ),
         cluster,
     )  # fmt: skip
     if not split:
         return [decode]
     args = (v_scale, seq_lens, capacity, out, lse, workspace, num_splits)
-    return [decode, Launch(merge_kernel, (rows, num_kv_heads, batch), args, dict(**shape, num_warps=4, launch_pdl=True))]
+    return [
+        decode,
+        Launch(merge_kernel, (rows, num_kv_heads, batch), args, dict(**shape, num_warps=4, launch_pdl=True)),
+    ]
 
 
 _bound: dict[tuple, list[Bound]] = {}  # what was launched before, by everything but addresses

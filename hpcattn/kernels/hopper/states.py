@@ -49,7 +49,7 @@ def value_scale(v_scale, head, QUANT: gl.constexpr):
 
 @gluon.constexpr_function
 def state_layout(n, D):
-    """States `[any number, n, D]` on four warps: a warp holds whole rows while there are four, up to 4 floats a lane."""
+    """States `[any number, n, D]` on four warps: a warp holds whole rows while there are four."""
     width = max(1, min(4, n * D // 128))
     lanes = min(32, D // width)
     across = D // (width * lanes)
@@ -110,7 +110,9 @@ def store_state(states, slot, num_slots, first, m, l, acc, R: gl.constexpr):
 @gluon.jit
 def merge_slots(states, slot, count, num_slots, first, n: gl.constexpr, R: gl.constexpr, D: gl.constexpr):
     """Merge the states in slots [slot, slot + count), rows [first, first + n) of each."""
-    BLOCK: gl.constexpr = 64 // n if 2 <= n <= 8 else 32 // min(n, 32) if n > 8 else 32  # what fits into registers: every round is a trip to L2
+    BLOCK: gl.constexpr = (
+        64 // n if 2 <= n <= 8 else 32 // min(n, 32) if n > 8 else 32
+    )  # what fits into registers: every round is a trip to L2
     layout: gl.constexpr = slots_layout(n, D)
     flat: gl.constexpr = gl.SliceLayout(0, layout)
     r = first + gl.arange(0, n, gl.SliceLayout(1, flat))[:, None]
@@ -136,7 +138,9 @@ def result_row(request, token, head, head_of_group, S: gl.constexpr, G: gl.const
 
 
 @gluon.jit
-def store_result(o, lse, request, head, num_kv_heads, first, m, l, acc, v_scale, valid, S: gl.constexpr, G: gl.constexpr):
+def store_result(
+    o, lse, request, head, num_kv_heads, first, m, l, acc, v_scale, valid, S: gl.constexpr, G: gl.constexpr
+):
     """Normalise and write rows [first, first + n) of a pair: NaN, never truncated attention, if not `valid`."""
     n: gl.constexpr = acc.shape[0]
     D: gl.constexpr = acc.shape[1]

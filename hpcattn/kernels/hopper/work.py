@@ -1,7 +1,7 @@
 """Which tiles a CTA works on: one chunk of a pair (static), or its shares of a plan's segments (dynamic).
 
-The tiles of all (request, KV head) pairs form a line, of which every cluster gets `quota` (`hpcattn.schedule`). A segment
-is what lies of one pair in that range; the CTAs of the cluster share it.
+The tiles of all (request, KV head) pairs form a line, of which every cluster gets `quota` (`hpcattn.schedule`). A
+segment is what lies of one pair in that range; the CTAs of the cluster share it.
 """
 
 from triton.experimental import gluon

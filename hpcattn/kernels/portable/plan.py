@@ -16,6 +16,7 @@ from hpcattn.kernels.jit import jit
 
 PLAN_TILE = 128  # tokens
 SMALL_SHARE = 4  # a whole pair of up to quota / (SMALL_SHARE * cluster_size) tiles is left to one CTA
+SPARE = 8  # pairs up to 1/8 longer than a cluster's share of the line are worth a longer share, rather than a cut
 ROW_BLOCKS = 4  # at most: CTAs that share a pair's query rows
 
 
@@ -33,7 +34,7 @@ class PlanTensors(NamedTuple):
 @jit
 def prefix_kernel(
     seq_lens, header, offsets, batch, num_kv_heads, num_clusters, min_quota, pair_cost, max_seq_len,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SPARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (1,): offsets `[batch + 1]` and the header."""
     total = 0
@@ -49,7 +50,14 @@ def prefix_kernel(
         total += tl.sum(tiles, 0)
         invalid += tl.sum(bad.to(tl.int32), 0)
     total *= num_kv_heads
-    tl.store(header, tl.maximum(tl.cdiv(total, num_clusters), min_quota))
+    quota = tl.maximum(tl.cdiv(total, num_clusters), min_quota)
+    most = quota + quota // SPARE
+    for first in range(0, batch, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        n = tl.load(seq_lens + i, mask=i < batch, other=0)
+        places = tl.maximum(tl.cdiv(tl.where((n < 0) | (n > max_seq_len), 0, n), TILE), 1) + pair_cost
+        quota = tl.maximum(quota, tl.max(tl.where((i < batch) & (places <= most), places, 0), 0))
+    tl.store(header, quota)
     tl.store(header + 1, total)
     tl.store(header + 2, invalid)
     tl.store(header + 3, pair_cost)
@@ -97,7 +105,7 @@ def launch(seq_lens, header, offsets, records, counters, num_kv_heads, min_quota
     block = min(1024, max(16, triton.next_power_of_2(batch)))
     prefix_kernel[1,](
         seq_lens, header, offsets, batch, num_kv_heads, num_clusters, min_quota, pair_cost, max_seq_len,
-        TILE=PLAN_TILE, BLOCK=block,
+        TILE=PLAN_TILE, SPARE=SPARE, BLOCK=block,
     )  # fmt: skip
     records_kernel[triton.cdiv(num_clusters, 128),](
         header, offsets, records, counters, batch, num_kv_heads, num_clusters,
