@@ -207,7 +207,7 @@ class Cluster:
 
     def _land(self, ready: bool) -> bool:
         """Perhaps let a copy land."""
-        landable = [c for c in self.copies if c.may_land]
+        landable = [c for c in self.copies if not c.after or c.may_land]
         chance = {"late copies": 0.0, "early copies": 1.0}.get(self.kind, 0.3)
         if not landable or (ready and self.random.random() >= chance):
             return False

@@ -24,7 +24,7 @@ def offline_variants() -> list[Variant]:
 
 
 def _hopper(form: str, dtype: str, quant: str) -> list[Variant]:
-    """The Hopper decode kernel with N = 8, 16 and 32, small and large pages; one merge kernel."""
+    """The Hopper decode kernel with N = 8, 16 and 32, small and large pages, static and planned; one merge kernel."""
     import hpcattn
     from hpcattn.bench.workloads import Workload
 
@@ -40,8 +40,24 @@ def _hopper(form: str, dtype: str, quant: str) -> list[Variant]:
             how = dict(scales=x.scales, num_query_tokens=tokens, num_splits=splits, implementation="hopper")
             name = f"hopper decode {tokens} x {group} rows, D {head_dim}, {'split' if splits > 1 else 'whole'} {form}"
             found += variants_of(name, functools.partial(hpcattn.attention_decode, *args, **how))
+        for size in (1, 4):
+            found += _planned(f"{tokens} x {group} rows, D {head_dim}, clusters of {size} {form}", x, size)
     merges = [v for v in found if v.fn.__name__ == "merge_kernel"]
     return [v for v in found if v not in merges] + merges[:1]
+
+
+def _planned(name: str, x, cluster_size: int) -> list[Variant]:
+    """The dynamic schedule in clusters of this size, with as few row blocks as there may be."""
+    import hpcattn
+
+    tokens = x.workload.num_query_tokens
+    rows = tokens * x.workload.num_q_heads
+    plan = hpcattn.plan_decode(
+        x.seq_lens, 1, query_rows=rows, cluster_size=cluster_size, num_clusters=2, row_blocks=-(-rows // 32)
+    )
+    how = dict(scales=x.scales, num_query_tokens=tokens, plan=plan, implementation="hopper")
+    call = functools.partial(hpcattn.attention_decode, x.q, x.cache, x.block_table, x.seq_lens, **how)
+    return variants_of(f"hopper decode {name}", call)
 
 
 def _calls(dtype: str, quant: str) -> dict:

@@ -24,7 +24,7 @@ from hpcattn.inspection import Compiled, Variant
 from hpcattn.kernels.hopper.launch import Launch
 from hpcattn.lessons import split_k_kernels as kernels
 from hpcattn.reference import relative_error
-from hpcattn.schedule import RESIDENT_CLUSTERS, plan_decode
+from hpcattn.schedule import RESIDENT_CLUSTERS, SMALL_SHARE, plan_decode, plan_decode_reference
 
 __all__ = [
     "CLUSTERS", "Merge", "Piece", "Rates", "Segment", "Span", "by_case", "calibrate", "chain", "check_bytes_expected",
@@ -37,7 +37,6 @@ HEAD_DIM, ROWS = 128, 8
 TOKEN_BYTES = 2 * HEAD_DIM * 2  # K and V in bf16, one KV head
 STATE_BYTES = ROWS * (HEAD_DIM + 2) * 4  # acc, m and l in fp32
 TILE = 128  # tokens, of the task map
-SMALL_SHARE = 4  # a whole pair this many times shorter than a CTA's work is not shared out
 SMS = 132
 CLUSTERS = (1, 2, 4, 8)
 BF16_BOUND = 4e-3  # relative error of o
@@ -232,9 +231,11 @@ def dynamic_ctas(
     """What each CTA of the dynamic schedule does, as pieces for `simulate`.
 
     A merge takes `merge_us` within a cluster of more than one CTA, and `border_us` more for pairs that others share.
+    The quota is the library's, which may be a little longer if that spares a pair a cut.
     """
-    mapped = task_map(tiles_of(lens), resident_clusters(cluster_size))
-    quota = sum(s.last - s.first for s in mapped[0])
+    clusters = resident_clusters(cluster_size)
+    quota = plan_decode_reference(list(lens), 1, clusters)[0][0]
+    mapped = task_map(tiles_of(lens), clusters, quota)
     ctas, start = [], 0
     for segments in mapped:
         price = {s.pair: merge_us * (not alone(s, cluster_size, quota)) + border_us * s.cut for s in segments}

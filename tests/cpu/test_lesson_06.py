@@ -189,20 +189,24 @@ def test_the_map_is_the_library_s(seed):
     lens = random_lens(seed)
     for clusters, least in ((1, 1), (7, 1), (33, 1), (132, 2)):
         header, _, expected = schedule.plan_decode_reference(lens, 1, clusters, min_quota=least)
-        mapped = lab.task_map(lab.tiles_of(lens), clusters, least)
+        tiles = lab.tiles_of(lens)
+        share = max(least, math.ceil(sum(tiles) / clusters))
+        assert share <= header[0] <= share + share // schedule.SPARE, "a little longer, if that spares a cut"
+        mapped, at = lab.task_map(tiles, clusters, header[0]), 0
         for record, segments in zip(expected, mapped, strict=True):
-            assert sum(s.last - s.first for s in segments) <= header[0]
-            assert record == ([segments[0].pair, 0, segments[0].first, segments[0].tiles] if segments else
-                              [len(lens), 0, 0, 0])  # fmt: skip
+            n = sum(s.last - s.first for s in segments)
+            start = [segments[0].pair, 0, segments[0].first, segments[0].tiles] if segments else [0] * 4
+            assert record == [*start, at, at + n, header[0], 0] and n <= header[0]
+            at += n
 
 
 @pytest.mark.parametrize("size", lab.CLUSTERS)
 def test_shares_are_those_of_the_library(size):
     lens, clusters = random_lens(11), 5
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    plan = schedule.plan_decode(seq_lens, 1, cluster_size=size, num_clusters=clusters, min_quota=1)
+    plan = schedule.plan_decode(seq_lens, 1, cluster_size=size, num_clusters=clusters, min_quota=1, pair_cost=0)
     starts, at, quota = [[] for _ in lens], 0, int(plan.header[0])
-    for segments in lab.task_map(lab.tiles_of(lens), clusters):
+    for segments in lab.task_map(lab.tiles_of(lens), clusters, quota):
         ctas = lab.shares(segments, size, at, quota)
         assert sum(s.last - s.first for mine in ctas for s in mine) == sum(s.last - s.first for s in segments)
         for segment in (s for mine in ctas for s in mine):

@@ -490,7 +490,7 @@ def decode_kernel(
                 (cluster.arrive_only, (capacity,)),
             ],
             [4, 1, 1, 2],
-            [168, 40, 40, 40],
+            [168, 56, 56, 56],
         )
     elif PLANNED:
         gl.warp_specialize(
@@ -499,7 +499,7 @@ def decode_kernel(
                 (produce_range, (tiles, k, v, k_scale, requests, records, offsets, shape)),
             ],
             [1],
-            [40],
+            [56],
         )
     else:
         gl.warp_specialize(
@@ -508,5 +508,5 @@ def decode_kernel(
                 (produce, (tiles, k, v, k_scale, requests, split, num_splits, shape)),
             ],
             [1],
-            [40],
+            [56],
         )

@@ -35,9 +35,9 @@ class Config(NamedTuple):
 
 
 RING_BYTES = 128 * 1024  # in flight; one CTA per multiprocessor
-# Per thread at launch: 8 warps, 128 x 248 for the consumers, 128 x 40 around the producer; a merge kernel fits beside.
-# With clusters 12 warps: four that merge come to it.
-REGISTERS, CLUSTER_REGISTERS = 144, 168
+# Per thread at launch. Static, 8 warps: 128 x 232 for the consumers, 128 x 56 around the producer; a merge kernel fits
+# beside. Planned: 128 x 248 for the consumers, which also merge; in clusters 12 warps, four that merge come to it.
+REGISTERS, PLANNED_REGISTERS, CLUSTER_REGISTERS = 144, 152, 168
 
 
 @cache
@@ -115,7 +115,7 @@ def launches(
         dict(
             **shape, N=n, PAGE=page_size, K_VIEW=k_view, V_VIEW=v_view, SCALE_VIEW=scale_view, SLOTS=slots, C=cluster,
             UNIT=tile if plan is None else PLAN_TILE, num_warps=4,
-            maxnreg=CLUSTER_REGISTERS if cluster > 1 else REGISTERS,
+            maxnreg=REGISTERS if plan is None else PLANNED_REGISTERS if cluster == 1 else CLUSTER_REGISTERS,
         ),
         cluster,
     )  # fmt: skip
