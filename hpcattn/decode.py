@@ -71,7 +71,7 @@ def attention_decode(
     q: bf16 or e4m3 `[batch * S, num_q_heads, head_dim]`, request-major, last dimension dense.
     cache: see `PagedKVCache`; head_dim 64 or 128 in bf16, 128 in fp8; num_q_heads is 1-16 times num_kv_heads.
     block_table: int32 `[batch, max_pages]`. seq_lens: int32 `[batch]`. A length beyond `max_pages * page_size`, or one
-        that `plan` was not built for, gives NaN rows, never truncated attention.
+        of another number of tiles than `plan` was built for and cuts by, gives NaN rows, never truncated attention.
     scales: for fp8, see `Scales`; scales.q is `[batch * S, num_q_heads]`.
     softmax_scale: `head_dim ** -0.5` if None.
     plan: a `plan_decode` result; selects the dynamic schedule of the kernels (the reference has none).

@@ -233,9 +233,8 @@ def dynamic_ctas(
     A merge takes `merge_us` within a cluster of more than one CTA, and `border_us` more for pairs that others share.
     The quota is the library's, which may be a little longer if that spares a pair a cut.
     """
-    clusters = resident_clusters(cluster_size)
-    quota = plan_decode_reference(list(lens), 1, clusters)[0][0]
-    mapped = task_map(tiles_of(lens), clusters, quota)
+    quota = plan_decode_reference(list(lens), 1, resident_clusters(cluster_size))[0][0]
+    mapped = task_map(tiles_of(lens), resident_clusters(cluster_size), quota)
     ctas, start = [], 0
     for segments in mapped:
         price = {s.pair: merge_us * (not alone(s, cluster_size, quota)) + border_us * s.cut for s in segments}

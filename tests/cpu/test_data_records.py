@@ -1,5 +1,7 @@
 """The recorded data: valid, complete, and equal to the figures that were published with it."""
 
+import re
+
 import pandas as pd
 import pytest
 
@@ -127,3 +129,32 @@ def test_validation_sees_a_mistake():
     with pytest.raises(ValueError, match="records.dtype"):
         validate(frame.assign(dtype="fp16"))
     assert schema("records").loc["median_us", "unit"] == "us"
+
+
+def test_dynamic_decode_against_its_peers():
+    """What the README says of the dynamic schedule, from one run on one set of tensors, everything checked."""
+    rows = runs("decode", "hopper-dynamic-2026-12-01")
+    rows = rows[rows.protocol == "steady"]
+    assert (rows.rel_error <= rows.dtype.map({"bf16": 4e-3, "fp8": 5e-2})).all()
+    form = ["dtype", "quant", "num_query_tokens"]
+    kind = rows.implementation + " " + rows.schedule
+    times = rows.assign(kind=kind).pivot(index=[*form, "layout", "case"], columns="kind", values="median_us")
+    assert times.shape == (162, 4)
+    cuda, ours = times["hpc_ops dynamic"], times["hopper dynamic"]
+    other = (
+        times["flash_attn_3 -"].groupby(["dtype", "num_query_tokens", "layout", "case"]).transform("max")
+    )  # fp8: type 1
+    best = pd.concat([cuda, other], axis=1).min(axis=1)
+    over_cuda, over_best = ((times / ours).groupby(form).apply(geomean) for times in (cuda, best))
+    stated = re.search(
+        r"dynamic CUDA in every configuration: ([\d.]+) to ([\d.]+) times in bf16 and ([\d.]+)\s+to ([\d.]+) times in "
+        r"fp8.*?better of HPC-Ops and FlashAttention-3 it is ([\d.]+)\s+to ([\d.]+) times as fast, nowhere less than "
+        r"([\d.]+) times",
+        (DATA.parent / "README.md").read_text(),
+        re.DOTALL,
+    )
+    ranges = [over_cuda["bf16"], over_cuda["fp8"], over_best]
+    found = [f"{x:.2f}" for group in ranges for x in (group.min(), group.max())]
+    assert list(stated.groups()) == [*found, f"{(best / ours).min():.2f}"]
+    uniform = (ours / times["hopper static"])[ours.index.get_level_values("case").str.startswith("uniform")]
+    assert uniform.max() <= 1.03, "balancing costs a batch that needs none next to nothing"
