@@ -276,10 +276,10 @@ def test_below_its_floor_only_the_floor_explains_single():
         return (rows.delta - rows.delta.median()).abs().mean(), own
 
     constant, own = misfits(small[below])
-    assert below.sum() < len(small) / 10 and own < 0.6 * constant
+    assert below.sum() < len(small) / 5 and own < 0.6 * constant
     constant, own = misfits(small[~below])
     assert own == pytest.approx(constant, rel=0.1)
-    assert (small.delta - 4.2).abs().mean() > 2 * misfits(small)[0], "one kernel's constant is far off"
+    assert (small.delta - 4.2).abs().mean() > 1.5 * misfits(small)[0], "one kernel's constant is far off"
 
 
 def test_floors_differ_between_recorded_runs():
