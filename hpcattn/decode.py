@@ -74,7 +74,8 @@ def attention_decode(
         of another number of tiles than `plan` was built for and cuts by, gives NaN rows, never truncated attention.
     scales: for fp8, see `Scales`; scales.q is `[batch * S, num_q_heads]`.
     softmax_scale: `head_dim ** -0.5` if None.
-    plan: a `plan_decode` result; selects the dynamic schedule of the kernels (the reference has none).
+    plan: a `plan_decode` result; selects the dynamic schedule of the kernels (the reference has none). Calls that share
+        one must run one after another.
     schedule: `"auto"` (dynamic with a plan, else static), `"static"`, or `"dynamic"` (builds a plan if none is given).
     num_splits: chunks per pair of the static schedule; see `schedule.static_splits` for what None does.
     out: bf16 `[batch * S, num_q_heads, head_dim]`, lse: float32 `[batch * S, num_q_heads]`, both contiguous, and
@@ -100,9 +101,9 @@ def prepare_decode(*args, **kwargs) -> Callable[[], Tensor | tuple[Tensor, Tenso
     """`attention_decode` with these arguments, as a function without any: the cheapest eager launch.
 
     Kernels, tensor maps and addresses are bound. A call reads what the tensors hold at that time, runs on the current
-    stream, and returns the same result tensors every time; it has one workspace, so calls must not overlap, and it must
-    outlive graphs that captured it. Raises what `attention_decode` raises, and ValueError for the dynamic schedule
-    without a plan.
+    stream, and returns the same result tensors every time; it has one workspace and perhaps a plan, so calls must not
+    overlap, and it must outlive graphs that captured it. Raises what `attention_decode` raises, and ValueError for the
+    dynamic schedule without a plan.
     """
     bound = inspect.signature(attention_decode).bind(*args, **kwargs)
     bound.apply_defaults()

@@ -18,7 +18,7 @@ one CTA, pairs in turns: sharing it out would cost more. Small int32 tensors say
 * `counters`, `[num_clusters * cluster_size * ROW_BLOCKS]`: zeros, for the kernels to count arrivals; left at zero.
 
 They depend on the lengths alone, so one plan serves every layer of a step, and rebuilding it in place (`out=`) keeps a
-captured graph right when lengths change.
+captured graph right when lengths change. Calls with one plan must run one after another: they count in it.
 """
 
 from __future__ import annotations

@@ -298,6 +298,7 @@ def test_configuration(dtype, head_dim, rows, pairs, longest, expected):
         (torch.bfloat16, 64, 8, 1, (8, 1, 128, 4)),
         (torch.bfloat16, 64, 32, 1, (32, 1, 128, 4)),
         (torch.bfloat16, 64, 32, 2, (16, 2, 128, 4)),
+        (torch.bfloat16, 64, 32, 3, (16, 2, 128, 4)),  # a power of two
         (torch.bfloat16, 64, 80, 3, (32, 3, 128, 4)),
         (FP8, 128, 8, 1, (8, 1, 256, 4)),
         (FP8, 256, 8, 1, (8, 1, 128, 8)),  # a share may begin in the middle of a page

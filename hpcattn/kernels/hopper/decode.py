@@ -432,12 +432,20 @@ def merge_range(inbox, rows, requests, records, offsets, counters, shape):
 
 
 @gluon.jit(
-    do_not_specialize=["table_stride", "capacity", "requests_per_cluster", "num_kv_heads", "num_splits"],
+    do_not_specialize=[
+        "table_stride",
+        "capacity",
+        "num_requests",
+        "requests_per_cluster",
+        "num_kv_heads",
+        "num_splits",
+    ],  # fmt: skip
     do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "block_table", "seq_lens", "lse"],
 )
 def decode_kernel(
     k, v, k_scale, q, q_token_stride, q_head_stride, q_scale, v_scale, block_table, table_stride, seq_lens, capacity,
-    requests_per_cluster, num_kv_heads, o, lse, states, records, offsets, counters, num_splits, softmax_scale_log2,
+    num_requests, requests_per_cluster, num_kv_heads, o, lse, states, records, offsets, counters, num_splits,
+    softmax_scale_log2,
     S: gl.constexpr, G: gl.constexpr, N: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
     QUANT: gl.constexpr, K_VIEW: gl.constexpr, V_VIEW: gl.constexpr, SCALE_VIEW: gl.constexpr, SLOTS: gl.constexpr,
     UNIT: gl.constexpr, MIN_TILES: gl.constexpr, C: gl.constexpr,
@@ -450,7 +458,7 @@ def decode_kernel(
     if PLANNED:
         range_id = gl.program_id(0) // (C * BLOCKS)
         prefetch_line(records + range_id * 8)
-        request = range_id * requests_per_cluster >> 16  # if all are equally long
+        request = gl.minimum(range_id * requests_per_cluster >> 16, num_requests - 1)  # if all are equally long
         row_block = gl.program_id(0) // C % BLOCKS
     else:
         request = gl.program_id(2)

@@ -54,7 +54,7 @@ def configuration(
     planned = row_blocks is not None
     if not planned:
         row_blocks = 2 if 2 * pairs <= sms and max_seq_len <= LONG_REQUEST else 1
-    n = min(32, max(8, triton.next_power_of_2(rows) // row_blocks))
+    n = min(32, max(8, triton.next_power_of_2(triton.cdiv(rows, row_blocks))))
     fits = page_size <= PLAN_TILE or not planned  # shares start at any tile of the plan: no page may span two
     tile = 256 if dtype == FP8 and n < 32 and fits else PLAN_TILE
     return Config(n, triton.cdiv(rows, n), tile, RING_BYTES // (tile * head_dim * dtype.itemsize))
@@ -74,6 +74,8 @@ def configuration_of(
 def _requests_per_cluster(batch: int, num_kv_heads: int, num_clusters: int) -> int:
     """Of a plan for equally long requests, in 1 / 65536: pairs are cut evenly where there are more clusters."""
     pairs = batch * num_kv_heads
+    if batch >= 2**15:
+        return 0  # no guess: the kernel counts in 32 bits
     return (batch << 16) // (pairs * (num_clusters // pairs) if pairs <= num_clusters else num_clusters)
 
 
@@ -109,8 +111,8 @@ def launches(
         grid,
         (
             k_tiles, v_tiles, k_scale, q, *q.stride()[:2], q_scale, v_scale, block_table, block_table.stride(0),
-            seq_lens, capacity, guess, num_kv_heads, out, lse, workspace, *planned, num_splits if split else None,
-            softmax_scale * LOG2_E,
+            seq_lens, capacity, batch, guess, num_kv_heads, out, lse, workspace, *planned,
+            num_splits if split else None, softmax_scale * LOG2_E,
         ),
         dict(
             **shape, N=n, PAGE=page_size, K_VIEW=k_view, V_VIEW=v_view, SCALE_VIEW=scale_view, SLOTS=slots, C=cluster,
