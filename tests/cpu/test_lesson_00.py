@@ -264,7 +264,8 @@ def test_a_floor_explains_single_better_than_a_constant(pairs):
 
 
 def test_below_its_floor_only_the_floor_explains_single():
-    pairs = sim.protocol_pairs(records.load(*(records.DATA / "h200" / f"{n}.csv" for n in ("decode", "prefill"))))
+    frame = records.load(*(records.DATA / "h200" / f"{n}.csv" for n in ("decode", "prefill")))
+    pairs = sim.protocol_pairs(frame[frame.run_id.str.startswith("portable-")])  # few of these kernels are that short
     small = pairs[pairs.same_run & (pairs.steady < 60)]
     assert len(small) > 50 and small.floor.notna().all()
     below = small.steady < small.floor
@@ -276,10 +277,10 @@ def test_below_its_floor_only_the_floor_explains_single():
         return (rows.delta - rows.delta.median()).abs().mean(), own
 
     constant, own = misfits(small[below])
-    assert below.sum() < len(small) / 5 and own < 0.6 * constant
+    assert below.sum() < len(small) / 10 and own < 0.6 * constant
     constant, own = misfits(small[~below])
     assert own == pytest.approx(constant, rel=0.1)
-    assert (small.delta - 4.2).abs().mean() > 1.5 * misfits(small)[0], "one kernel's constant is far off"
+    assert (small.delta - 4.2).abs().mean() > 2 * misfits(small)[0], "one kernel's constant is far off"
 
 
 def test_floors_differ_between_recorded_runs():
