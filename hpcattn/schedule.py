@@ -327,6 +327,11 @@ def plan_decode_reference(
     return [quota, total, valid.count(False), pair_cost], offsets, [record(c * quota) for c in range(num_clusters)]
 
 
+def small_pair(quota: int, cluster_size: int) -> int:
+    """Most tiles of a whole pair that one CTA of a cluster takes, as sharing it out would cost more."""
+    return max(1, quota // (SMALL_SHARE * cluster_size))
+
+
 def plan_chunks(plan: DecodePlan, shares: bool = True) -> list[list[list[int]]]:
     """`[request][head]`: the token positions at which the plan's chunks start (reads the plan back).
 
@@ -339,7 +344,7 @@ def plan_chunks(plan: DecodePlan, shares: bool = True) -> list[list[list[int]]]:
 
     def chunks(begin: int, places: int) -> list[int]:
         starts, cuts = [], [0, *range(quota - begin % quota, places, quota), places]
-        small = len(cuts) == 2 and places - cost <= max(1, quota // (SMALL_SHARE * ctas))
+        small = len(cuts) == 2 and places - cost <= small_pair(quota, ctas)
         if shares and (small or plan.one_cta_per_pair):
             return [0]
         for first, last in pairwise(max(cut - cost, 0) for cut in cuts):

@@ -23,11 +23,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from hpcattn import emulator
 from hpcattn.bench import records
 from hpcattn.bench.provenance import is_cuda, new_run_id, provenance
-from hpcattn.bench.records import DATA, Record
+from hpcattn.bench.records import Record
 from hpcattn.bench.timing import measure, timer_for
 from hpcattn.emulator.memory import SharedMemory
 from hpcattn.inspection import Compiled, Variant
+from hpcattn.lessons import recording
 from hpcattn.lessons.fp8_operands_kernels import weighted_sum
+from hpcattn.lessons.recording import RECORDED
 from hpcattn.reference import relative_error
 
 __all__ = [
@@ -261,7 +263,6 @@ def check_selectors(selectors: Callable[[], tuple[int, int]]) -> None:
 
 # --- Measurements ---------------------------------------------------------------------------------------------------
 
-RECORDED = DATA / "h200" / "lessons.csv"
 PREFIX = "fp8_operands_"
 METHODS = {"in_place": "in place", "bytes": "bytes", "pairs": "pairs"}
 CTAS_PER_SM = 3
@@ -350,9 +351,7 @@ def _row(case: str, error: float, origin: dict[str, str], **times) -> Record:
 
 def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs) -> pd.DataFrame:
     """`measure_operands(**kwargs)`, appended to a CSV file of table `records`."""
-    frame = measure_operands(commit=commit or None, **kwargs)
-    records.append(path, frame.to_dict("records"))
-    return frame
+    return recording.append(path, measure_operands(commit=commit or None, **kwargs))
 
 
 def recorded(path: Path | str = RECORDED) -> pd.DataFrame:

@@ -24,14 +24,16 @@ from triton.runtime import interpreter
 
 from hpcattn.bench import records
 from hpcattn.bench.provenance import is_cuda, l2_bytes, new_run_id, package_version, provenance
-from hpcattn.bench.records import DATA, Record
+from hpcattn.bench.records import Record
 from hpcattn.bench.style import BLUE, GREY, ORANGE, SKY, VERMILION, axes_grid, styled
 from hpcattn.bench.timing import copies_to_exceed_l2, measure, timer_for
 from hpcattn.cache import PackedKV
 from hpcattn.kernels.jit import PortableFunction
 from hpcattn.kernels.portable.naive import naive_attention
 from hpcattn.kernels.portable.online import online_attention
+from hpcattn.lessons import recording
 from hpcattn.lessons.display import Table
+from hpcattn.lessons.recording import RECORDED
 from hpcattn.reference import attention_prefill_reference, relative_error
 
 __all__ = [
@@ -161,7 +163,6 @@ def _requested(Lq: int, Lkv: int, Hq: int, Hkv: int, D: int, causal: bool, score
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 128
-RECORDED = DATA / "h200" / "lessons.csv"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -257,9 +258,7 @@ def record(path: Path | str = RECORDED, **kwargs) -> pd.DataFrame:
 
     On an H200: `python -c "from hpcattn.lessons.naive import record; print(record())"`
     """
-    frame = measure_lengths(**kwargs)
-    records.append(path, frame.to_dict("records"))
-    return frame
+    return recording.append(path, measure_lengths(**kwargs))
 
 
 def recorded(path: Path | str = RECORDED) -> pd.DataFrame:

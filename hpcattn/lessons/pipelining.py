@@ -27,11 +27,13 @@ from triton.runtime.jit import JITFunction
 from hpcattn import emulator
 from hpcattn.bench import records
 from hpcattn.bench.provenance import l2_bytes, new_run_id, provenance
-from hpcattn.bench.records import DATA, Record
+from hpcattn.bench.records import Record
 from hpcattn.bench.timing import copies_to_exceed_l2, measure, timer_for
 from hpcattn.bench.workloads import DECODE_CASES, Inputs, Workload
 from hpcattn.inspection import Compiled, Variant
 from hpcattn.lessons import pipelining_kernels as kernels
+from hpcattn.lessons import recording
+from hpcattn.lessons.recording import RECORDED
 from hpcattn.reference import relative_error
 
 __all__ = [
@@ -291,7 +293,6 @@ def check_phases(ring: JITFunction, *, stages: Sequence[int] = (3, 2)) -> None:
 
 # --- Measurements -----------------------------------------------------------------------------------------------------
 
-RECORDED = DATA / "h200" / "lessons.csv"
 MAX_STAGES = 6
 _COLUMNS = ["step", "stages", "ctas"]
 
@@ -419,9 +420,7 @@ def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs: Any) -> p
 
     On an H200: `python -c "from hpcattn.lessons.pipelining import record; print(record())"`
     """
-    frame = measure_movement(commit=commit, **kwargs)
-    records.append(path, frame.to_dict("records"))
-    return frame
+    return recording.append(path, measure_movement(commit=commit, **kwargs))
 
 
 def recorded(path: Path | str = RECORDED) -> pd.DataFrame:

@@ -23,14 +23,16 @@ from triton.experimental.gluon import language as gl
 
 from hpcattn.bench import records
 from hpcattn.bench.provenance import is_cuda, l2_bytes, new_run_id, provenance
-from hpcattn.bench.records import DATA, Record
+from hpcattn.bench.records import Record
 from hpcattn.bench.timing import copies_to_exceed_l2, measure, timer_for
 from hpcattn.emulator import barriers
 from hpcattn.emulator.operands import source
 from hpcattn.emulator.scheduler import Mbarrier
 from hpcattn.inspection import HOPPER, Compiled, Variant
+from hpcattn.lessons import recording
 from hpcattn.lessons.display import Table
 from hpcattn.lessons.primer_kernels import transpose_rounds
+from hpcattn.lessons.recording import RECORDED
 
 __all__ = [
     "ROUNDS", "SHARED_LAYOUTS", "SIDE", "THREAD_LAYOUT", "Access", "Event", "Trace", "access", "bases",
@@ -332,7 +334,6 @@ def check_load_layout(load_layout: Callable[[int, int, int, int], gl.BlockedLayo
 
 # --- What a bank conflict costs -------------------------------------------------------------------------------------
 
-RECORDED = DATA / "h200" / "lessons.csv"
 SIDE, ROUNDS = 64, 33  # side of a tile; rounds are odd, so that the result is transposed
 THREAD_LAYOUT = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # a warp holds parts of rows
 SHARED_LAYOUTS = {
@@ -389,9 +390,7 @@ def record(path: Path | str = RECORDED, *, commit: str | None = None, **kwargs) 
 
     On an H200: `python -c "from hpcattn.lessons.primer import record; print(record())"`
     """
-    frame = measure_transposes(commit=commit or None, **kwargs)
-    records.append(path, frame.to_dict("records"))
-    return frame
+    return recording.append(path, measure_transposes(commit=commit or None, **kwargs))
 
 
 def recorded(path: Path | str = RECORDED) -> dict[str, float]:

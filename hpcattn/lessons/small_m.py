@@ -22,25 +22,25 @@ from hpcattn.bench import records
 from hpcattn.bench.ceilings import Ceilings
 from hpcattn.bench.figures import SHARED_BYTES_PER_CLK, tile_clocks
 from hpcattn.bench.provenance import is_cuda, l2_bytes, new_run_id, provenance
-from hpcattn.bench.records import DATA, Record
+from hpcattn.bench.records import Record
 from hpcattn.bench.timing import Timing, copies_to_exceed_l2, measure, timer_for
 from hpcattn.bench.workloads import DECODE_CASES, Inputs, Workload
 from hpcattn.inspection import Compiled, Variant, compile_kernel
 from hpcattn.kernels.portable.common import LOG2_E
 from hpcattn.kernels.portable.decode import PLAN_TILE, Rows, merge_kernel, num_floats
+from hpcattn.lessons import recording
+from hpcattn.lessons.recording import BF16_BOUND, RECORDED, checked
 from hpcattn.lessons.small_m_kernels import layout_probe, padded_kernel, swapped_kernel
 from hpcattn.reference import relative_error
 from hpcattn.schedule import multiprocessors, saturating_splits
 
 __all__ = [
-    "COLUMNS", "ROWS", "Decode", "by_case", "check_place", "ctas_per_sm", "loop_opcodes", "measure_all", "place_of",
-    "prove_layout", "record", "recorded", "register_bases", "repeated", "resident_calls", "workload",
+    "BF16_BOUND", "COLUMNS", "ROWS", "Decode", "by_case", "check_place", "ctas_per_sm", "loop_opcodes", "measure_all",
+    "place_of", "prove_layout", "record", "recorded", "register_bases", "repeated", "resident_calls", "workload",
 ]  # fmt: skip
 
 TILE, HEAD_DIM, STAGES = 64, 128, 3
-BF16_BOUND = 4e-3  # relative error of o
 PREFIX = "small_m_"
-RECORDED = DATA / "h200" / "lessons.csv"
 
 
 # --- Launching the two kernels --------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _measure_rows(name: str, lens: Sequence[int], rows: int, *, device, replays:
     calls = {kind: [Decode(kind, x, num_splits).attend for x in sets] for kind in ("padded", "swapped")}
     if rows > 32:  # with three stages only one CTA of the swapped kernel fits on an SM
         calls["swapped_2_stages"] = [Decode("swapped", x, num_splits, stages=2).attend for x in sets]
-        errors["swapped_2_stages"] = _checked(Decode("swapped", sets[0], num_splits, stages=2).error(), "two stages")
+        errors["swapped_2_stages"] = checked(Decode("swapped", sets[0], num_splits, stages=2).error(), "two stages")
     for kind, timing in _timed(calls, device, replays, warmup).items():
         yield _row(f"{kind}_rows_{rows}", timing, errors[kind], work)
 
@@ -302,7 +302,7 @@ def _measure_resident(
     ctas: int, tiles: int, num_sms: int, columns: Sequence[int], *, device, replays: int, warmup: int
 ) -> Iterator[dict]:
     few = resident_calls(device, 1, 2 * RESIDENT_STAGES, 2, columns)
-    errors = {kind: _checked(call.error(), f"{kind}, resident") for kind, call in few.items()}
+    errors = {kind: checked(call.error(), f"{kind}, resident") for kind, call in few.items()}
     calls = resident_calls(device, ctas, tiles, num_sms, columns)
     timed = _timed({kind: [call.attend] for kind, call in calls.items()}, device, replays, warmup)
     for kind, timing in timed.items():
@@ -316,15 +316,9 @@ def _errors(work: Workload, num_splits: int, device, columns: Sequence[int] = ()
         x = work.build(device, v_mean=v_mean)
         want = x.reference()[0]
         for kind, (call,) in contenders([x], num_splits, columns).items():
-            error = _checked(relative_error(call()[0], want), f"{kind}, {work.num_q_heads} rows, V of mean {v_mean:g}")
+            error = checked(relative_error(call()[0], want), f"{kind}, {work.num_q_heads} rows, V of mean {v_mean:g}")
             errors[kind] = max(errors.get(kind, 0.0), error)
     return errors
-
-
-def _checked(error: float, what: str) -> float:
-    if not error <= BF16_BOUND:
-        raise AssertionError(f"{what}: relative error {error}")
-    return error
 
 
 def _timed(calls: Mapping[str, Sequence[Callable]], device, replays: int, warmup: int) -> dict[str, Timing]:
@@ -332,35 +326,22 @@ def _timed(calls: Mapping[str, Sequence[Callable]], device, replays: int, warmup
 
 
 def _row(case: str, timing: Timing, error: float, work: Workload | None) -> dict:
-    rates = {}
-    if work is not None:
-        rates = {
-            "tb_per_s": work.bytes_moved / timing.median_us * 1e-6, "tflop_per_s": work.flops / timing.median_us * 1e-6,
-        }  # fmt: skip
-    return dict(
-        suite="decode", case=f"{PREFIX}{case}", dtype="bf16", quant="-", layout="NHD", num_query_tokens=1,
-        page_size=TILE, schedule="static", implementation="hopper", protocol="steady", median_us=timing.median_us,
-        p10_us=timing.p10_us, p90_us=timing.p90_us, floor_us=timing.floor_us, rel_error=error,
-        sm_clock_mhz=timing.sm_clock_mhz, **rates,
-    )  # fmt: skip
+    return recording.row(PREFIX + case, timing, error, work, page_size=TILE, schedule="static")
 
 
 def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs) -> pd.DataFrame:
     """`measure_all(**kwargs)`, appended to a CSV file of table `records`."""
-    frame = measure_all(commit=commit or None, **kwargs)
-    records.append(path, frame.to_dict("records"))
-    return frame
+    return recording.append(path, measure_all(commit=commit or None, **kwargs))
 
 
 def recorded(path: Path | str = RECORDED) -> dict[str, pd.Series]:
     """The newest recorded row of each case of this lesson, by its name without `small_m_`; empty before the first."""
-    return by_case(records.latest(records.load(path)))
+    return recording.newest(path, PREFIX)
 
 
 def by_case(frame: pd.DataFrame) -> dict[str, pd.Series]:
     """The last row of each case of this lesson, by its name without `small_m_`."""
-    frame = frame[frame.case.str.startswith(PREFIX)]
-    return {row.case.removeprefix(PREFIX): row for _, row in frame.iterrows()}
+    return recording.by_case(frame, PREFIX)
 
 
 # --- The exercise ---------------------------------------------------------------------------------------------------

@@ -17,14 +17,16 @@ from torch import Tensor
 from hpcattn import emulator
 from hpcattn.bench import records
 from hpcattn.bench.provenance import is_cuda, l2_bytes, new_run_id, provenance
-from hpcattn.bench.records import DATA, Record
+from hpcattn.bench.records import Record
 from hpcattn.bench.timing import Timing, copies_to_exceed_l2, measure, timer_for
 from hpcattn.bench.workloads import DECODE_CASES, Workload
 from hpcattn.inspection import Compiled, Variant
 from hpcattn.kernels.hopper.launch import Launch
+from hpcattn.lessons import recording
 from hpcattn.lessons import split_k_kernels as kernels
+from hpcattn.lessons.recording import BF16_BOUND, RECORDED, checked
 from hpcattn.reference import relative_error
-from hpcattn.schedule import RESIDENT_CLUSTERS, SMALL_SHARE, plan_decode, plan_decode_reference
+from hpcattn.schedule import RESIDENT_CLUSTERS, plan_decode, plan_decode_reference, small_pair
 
 __all__ = [
     "CLUSTERS", "Merge", "Piece", "Rates", "Segment", "Span", "by_case", "calibrate", "chain", "check_bytes_expected",
@@ -39,9 +41,7 @@ STATE_BYTES = ROWS * (HEAD_DIM + 2) * 4  # acc, m and l in fp32
 TILE = 128  # tokens, of the task map
 SMS = 132
 CLUSTERS = (1, 2, 4, 8)
-BF16_BOUND = 4e-3  # relative error of o
 PREFIX = "splitk_"
-RECORDED = DATA / "h200" / "lessons.csv"
 
 
 # --- A model of the GPU: SMs that share the memory's bandwidth -------------------------------------------------------
@@ -197,7 +197,7 @@ def task_map(tiles: Sequence[int], clusters: int, least: int = 1) -> list[list[S
 
 def alone(segment: Segment, cluster_size: int, quota: int) -> bool:
     """Whether one CTA takes all of it: a whole pair, short beside what each CTA of the cluster has to do."""
-    return cluster_size == 1 or (not segment.cut and segment.tiles <= max(1, quota // (SMALL_SHARE * cluster_size)))
+    return cluster_size == 1 or (not segment.cut and segment.tiles <= small_pair(quota, cluster_size))
 
 
 def shares(segments: Sequence[Segment], cluster_size: int, start: int, quota: int) -> list[list[Segment]]:
@@ -417,13 +417,13 @@ def merge_calls(ctas: int, clusters: Sequence[int], device: torch.device | str) 
 
 def _measure_merges(ctas: int, clusters: Sequence[int], *, device, replays: int, warmup: int) -> Iterator[dict]:
     merges = merge_calls(ctas, clusters, device)
-    errors = {name: _checked(call.error(), name) for name, call in merges.items()}
+    errors = {name: checked(call.error(), name) for name, call in merges.items()}
     calls: dict[str, list[Callable]] = {name: [call] for name, call in merges.items()}
     calls |= {f"merge_{c}": [merges[f"separate_{c}"].merge_only] for c in clusters}
     for name, timing in _timed(calls, device, replays, warmup).items():
         yield _row(name, timing, errors.get(name, errors["alone"]), None)
     for name, call in merges.items():  # and once more: counters that were not set back would show
-        _checked(call.error(), f"{name}, after timing")
+        checked(call.error(), f"{name}, after timing")
 
 
 def _measure_chains(steps: Mapping[str, int], *, device, replays: int, warmup: int) -> Iterator[dict]:
@@ -461,9 +461,7 @@ def _measure_decode(
         x = work.build(device, v_mean=v_mean)
         want = x.reference()[0]
         for c in cluster_sizes:
-            error = _checked(
-                relative_error(decode_call(x, c)(), want), f"{name}, clusters of {c}, V of mean {v_mean:g}"
-            )
+            error = checked(relative_error(decode_call(x, c)(), want), f"{name}, clusters of {c}, V of mean {v_mean:g}")
             errors[c] = max(errors.get(c, 0.0), error)
         del x, want
     sets = work.build_many(copies_to_exceed_l2(work.kv_bytes, l2_bytes(device)), device)
@@ -490,46 +488,29 @@ def decode_call(x, cluster_size: int | None = None, **settings) -> Callable[[], 
     return prepare_decode(x.q, x.cache, x.block_table, x.seq_lens, plan=plan, implementation="hopper")
 
 
-def _checked(error: float, what: str) -> float:
-    if not error <= BF16_BOUND:
-        raise AssertionError(f"{what}: relative error {error}")
-    return error
-
-
 def _timed(calls: Mapping[str, Sequence[Callable]], device, replays: int, warmup: int) -> dict[str, Timing]:
     return measure("steady", calls, timer_for(device), replays=replays, warmup=warmup)
 
 
 def _row(case: str, timing: Timing, error: float, work: Workload | None) -> dict:
-    rates = {}
-    if work is not None:
-        rates = {
-            "tb_per_s": work.bytes_moved / timing.median_us * 1e-6, "tflop_per_s": work.flops / timing.median_us * 1e-6,
-        }  # fmt: skip
-    return dict(
-        suite="decode", case=f"{PREFIX}{case}", dtype="bf16", quant="-", layout="NHD", num_query_tokens=1,
-        page_size=64 if work else 0, schedule="dynamic" if work else "-", implementation="hopper", protocol="steady",
-        median_us=timing.median_us, p10_us=timing.p10_us, p90_us=timing.p90_us, floor_us=timing.floor_us,
-        rel_error=error, sm_clock_mhz=timing.sm_clock_mhz, **rates,
-    )  # fmt: skip
+    return recording.row(
+        PREFIX + case, timing, error, work, page_size=64 if work else 0, schedule="dynamic" if work else "-"
+    )
 
 
 def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs) -> pd.DataFrame:
     """`measure_all(**kwargs)`, appended to a CSV file of table `records`."""
-    frame = measure_all(commit=commit or None, **kwargs)
-    records.append(path, frame.to_dict("records"))
-    return frame
+    return recording.append(path, measure_all(commit=commit or None, **kwargs))
 
 
 def recorded(path: Path | str = RECORDED) -> dict[str, pd.Series]:
     """The newest recorded row of each case of this lesson, by its name without `splitk_`; empty before the first."""
-    return by_case(records.latest(records.load(path)))
+    return recording.newest(path, PREFIX)
 
 
 def by_case(frame: pd.DataFrame) -> dict[str, pd.Series]:
     """The last row of each case of this lesson, by its name without `splitk_`."""
-    frame = frame[frame.case.str.startswith(PREFIX)]
-    return {row.case.removeprefix(PREFIX): row for _, row in frame.iterrows()}
+    return recording.by_case(frame, PREFIX)
 
 
 # --- The exercises ---------------------------------------------------------------------------------------------------

@@ -403,7 +403,7 @@ def attend_range(tiles, operands, inbox, rows, requests, records, offsets, count
         at, segment, query, m, l, acc = attend_share(
             tiles, operands, at, rows, requests, query, this, first, last, mine, shape, mma
         )
-        if mine.alone(this) & this.whole():
+        if mine.alone(this):
             finish(rows, requests, this, rows.first, m, l, acc, valid, shape)
         elif shape.C == 1:
             settle(rows, requests, this, mine, counters, rows.first, m, l, acc, valid, shape)
@@ -421,7 +421,7 @@ def merge_range(inbox, rows, requests, records, offsets, counters, shape):
     mine, segment = Range.open(records, offsets, requests.num_kv_heads, shape.C, shape.BLOCKS)
     first = rows.first + mine.rank * (shape.N // shape.C)
     while segment.at < mine.end:
-        if not (mine.alone(segment) & segment.whole()):
+        if not mine.alone(segment):
             _, valid = segment.lengths(requests, mine.cost, shape.UNIT)
             box, m, l, acc = inbox.receive(box)
             if segment.whole():

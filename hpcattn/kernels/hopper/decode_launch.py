@@ -102,7 +102,7 @@ def launches(
         cluster, grid = 1, (num_splits * blocks, num_kv_heads, batch)
     else:
         cluster, grid = plan.cluster_size, (plan.records.shape[0] * blocks, 1, 1)
-    planned = (None,) * 3 if plan is None else (plan.records, plan.offsets, plan.counters)
+    planned = (None,) * 3 if plan is None else plan.pointers
     split = plan is None and num_splits > 1
     guess = _requests_per_cluster(batch, num_kv_heads, max(1, grid[0] // blocks))
     shape = dict(S=num_query_tokens, G=group, D=head_dim, TILE=tile, QUANT=quant, MIN_TILES=min_tiles)
@@ -150,7 +150,7 @@ def prepare(
         workspace = torch.empty(floats, dtype=torch.float32, device=q.device)
     call = (q, k, v, block_table, seq_lens, q_scale, k_scale, v_scale, plan, num_query_tokens, softmax_scale)
     call += (num_splits, min_tiles, workspace, out, lse)
-    planned = () if plan is None else (plan.records, plan.offsets, plan.counters)
+    planned = () if plan is None else plan.pointers
     type0 = k_scale is not None and k_scale.dim() == 4
     aligned = (q, k, v, out, *planned, *([] if workspace is None else [workspace]), *([k_scale] if type0 else []))
     if not q.is_cuda or any(x.data_ptr() % 16 for x in aligned):

@@ -111,9 +111,9 @@ class Range:
 
     @gluon.jit
     def alone(self, segment):
-        """Whether one CTA has all of a segment: a whole pair, much shorter than a CTA's part of the line."""
+        """Whether one CTA has all of a pair: in a cluster, one much shorter than a CTA's part of the line."""
         if self.C == 1:
-            return gl.to_tensor(True)
+            return segment.whole()
         else:
             small = gl.maximum(self.quota // (SMALL_SHARE * self.C), 1)
             return segment.whole() & (segment.places - self.cost <= small)

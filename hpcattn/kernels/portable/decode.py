@@ -132,20 +132,15 @@ def fits(kv_len, tiles, PLAN_TILE: tl.constexpr):
 
 @jit
 def dynamic_kernel(
-    rows: Rows, kv: KV, header, offsets, records, num_kv_heads, softmax_scale_log2,
+    rows: Rows, kv: KV, offsets, records, num_kv_heads, softmax_scale_log2,
     S: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     QUANT: tl.constexpr, PLAN_TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (clusters of the plan,). Each walks its `quota` tiles of the concatenated pairs."""
     cluster = tl.program_id(0)
-    quota = tl.load(header)
-    t = cluster * quota
-    end = tl.minimum(t + quota, tl.load(header + 1))
-    cost = tl.load(header + 3)
-    request = tl.load(records + 8 * cluster)
-    head = tl.load(records + 8 * cluster + 1)
-    first = tl.load(records + 8 * cluster + 2)
-    places = tl.load(records + 8 * cluster + 3)
+    record = records + 8 * cluster
+    request, head, first, places = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    t, end, cost = tl.load(record + 4), tl.load(record + 5), tl.load(record + 7)
     while t < end:
         last = tl.minimum(first + end - t, places)
         kv_len, valid = visible_length(rows, request)
@@ -260,7 +255,7 @@ def launch(
     else:
         header, offsets, records = plan[:3]
         dynamic_kernel[num_clusters,](
-            rows, kv, header, offsets, records, num_kv_heads, scale, **shape, **loop, PLAN_TILE=PLAN_TILE
+            rows, kv, offsets, records, num_kv_heads, scale, **shape, **loop, PLAN_TILE=PLAN_TILE
         )
     if plan is not None or num_splits > 1:
         merge_kernel[rows_per_pair, num_kv_heads, batch](

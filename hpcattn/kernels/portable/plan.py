@@ -30,6 +30,11 @@ class PlanTensors(NamedTuple):
     cluster_size: int
     row_blocks: int
 
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the Hopper kernel takes, in its order."""
+        return self.records, self.offsets, self.counters
+
 
 @jit
 def prefix_kernel(
