@@ -4,7 +4,7 @@ from hpcattn.append import append_tokens
 from hpcattn.cache import PackedKV, PageAllocator, PagedKVCache, gather_kv, make_block_table, quantize_cache
 from hpcattn.decode import attention_decode, decode_workspace, prepare_decode
 from hpcattn.explanation import Explanation, explain
-from hpcattn.prefill import attention_prefill
+from hpcattn.prefill import attention_prefill, prepare_prefill
 from hpcattn.quantization import Scales
 from hpcattn.reference import PModel, attention_decode_reference, attention_prefill_reference, relative_error
 from hpcattn.schedule import DecodePlan, plan_decode
@@ -30,6 +30,7 @@ __all__ = [
     "make_block_table",
     "plan_decode",
     "prepare_decode",
+    "prepare_prefill",
     "quantize_cache",
     "relative_error",
 ]

@@ -37,6 +37,11 @@ class PackedKV:
     k: Tensor
     v: Tensor
 
+    @property
+    def metadata(self) -> tuple:
+        """As `PagedKVCache.metadata`."""
+        return "packed", *((x.shape, x.stride(), x.dtype, x.device) for x in (self.k, self.v))
+
 
 @dataclass(frozen=True)
 class PagedKVCache:

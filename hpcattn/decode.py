@@ -27,6 +27,7 @@ from hpcattn.schedule import (
     static_splits,
 )
 from hpcattn.validation import (
+    Settled,
     check_block_table,
     check_cache,
     check_content,
@@ -130,11 +131,12 @@ def _bind(
     q, cache, block_table, seq_lens, scales, num_query_tokens, softmax_scale, plan, schedule, num_splits, out, lse,
     workspace, return_lse, implementation, check_inputs,
 ) -> tuple[tuple, Tensor | tuple[Tensor, Tensor], tuple | None]:  # fmt: skip
-    """Check and settle everything: arguments of `torch.ops.hpcattn.decode`, what to return after it, `_known`'s key."""
+    """Check and settle everything: arguments of `torch.ops.hpcattn.decode`, what to return, `Settled`'s key."""
     known = call = None
     if (plan is not None or schedule != "dynamic") and check_inputs == "shapes" and not torch.compiler.is_compiling():
         options = (num_query_tokens, softmax_scale, schedule, num_splits, return_lse, implementation)
-        known, call = _known(q, cache, block_table, seq_lens, scales, plan, out, lse, workspace, options)
+        options += (plan.metadata if isinstance(plan, DecodePlan) else plan,)
+        known, call = _settled.find(cache, (q, block_table, seq_lens, out, lse, workspace), scales, options)
     checked = call is not None
     if not checked:
         check_options(check_inputs, softmax_scale)
@@ -160,10 +162,7 @@ def _bind(
             check_tensor("workspace", workspace, shape=(None,), dtype=torch.float32, device=q.device, contiguous=True)
             long_enough = workspace.numel() >= floats
             check_value("workspace", list(workspace.shape), long_enough, f"[{floats}] or longer, see decode_workspace")
-        if known is not None:
-            if len(_settled) >= MAX_SETTLED:
-                _settled.clear()
-            _settled[known] = call
+        _settled.keep(known, call)
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -176,21 +175,7 @@ def _bind(
     return arguments, (out, lse) if return_lse else out, known
 
 
-_settled: dict[tuple, Explanation] = {}  # calls that passed their checks, by all that these look at
-MAX_SETTLED = 4096
-
-
-def _known(q, cache, block_table, seq_lens, scales, plan, out, lse, workspace, options: tuple) -> tuple:
-    """(all that the checks look at, what they settled before); (None, None) if they must run and say what is wrong."""
-    tensors = [q, block_table, seq_lens, out, lse, workspace]
-    try:
-        if scales is not None:
-            tensors += scales.q, scales.k, scales.v
-        seen = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-        key = (cache.metadata, None if plan is None else plan.metadata, *seen, *options)
-        return key, _settled.get(key)
-    except (AttributeError, TypeError):
-        return None, None
+_settled = Settled()
 
 
 @explains(attention_decode)

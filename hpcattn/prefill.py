@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hpcattn.cache import PackedKV, PagedKVCache, flatten_scales, unflatten_scales
 from hpcattn.explanation import Explanation, explains
+from hpcattn.kernels.hopper import prefill_launch as hopper
 from hpcattn.kernels.portable import prefill as portable
 from hpcattn.masks import MASK_TILE
 from hpcattn.ops import define_operator
 from hpcattn.quantization import Scales
 from hpcattn.reference import attention_prefill_reference
 from hpcattn.validation import (
+    Settled,
     check_block_table,
     check_content,
     check_heads,
@@ -27,7 +33,7 @@ from hpcattn.validation import (
     resolve_implementation,
 )
 
-__all__ = ["attention_prefill"]
+__all__ = ["attention_prefill", "prepare_prefill"]
 
 
 def attention_prefill(
@@ -64,29 +70,70 @@ def attention_prefill(
     implementation, check_inputs: as in `attention_decode`.
     Returns o, or (o, lse) with return_lse. Raises TypeError or ValueError naming the argument, before any launch.
     """
-    check_options(check_inputs, softmax_scale)
-    call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation)
-    check_out(q, out, lse)
+    call, result, known = _bind(
+        q, kv, block_table, cu_seqlens_q, seq_lens, scales, softmax_scale, block_mask, out, lse, return_lse,
+        implementation, check_inputs,
+    )  # fmt: skip
+    if known is not None and q.is_cuda and type(q) is Tensor and torch.cuda.current_device() == q.device.index:
+        _prepare(*call, key=known)()  # what the dispatcher would do, sooner; modes and profilers see kernels only
+    else:
+        torch.ops.hpcattn.prefill(*call)
+    return result
+
+
+def prepare_prefill(*args, **kwargs) -> Callable[[], Tensor | tuple[Tensor, Tensor]]:
+    """`attention_prefill` with these arguments, as a function without any: the cheapest eager launch.
+
+    Kernels, tensor maps and addresses are bound. A call reads what the tensors hold at that time, runs on the current
+    stream, and returns the same result tensors every time; calls must not overlap, and it must outlive graphs that
+    captured it. Raises what `attention_prefill` raises.
+    """
+    bound = inspect.signature(attention_prefill).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call, result, _ = _bind(**bound.arguments)
+    device = call[0].device
+    guard = contextlib.nullcontext() if device.type != "cuda" else torch.cuda.device(device)
+    with guard:
+        run = _prepare(*call)
+
+    def prepared():
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            with guard:
+                run()
+        else:
+            run()
+        return result
+
+    return prepared
+
+
+_settled = Settled()
+
+
+def _bind(
+    q, kv, block_table, cu_seqlens_q, seq_lens, scales, softmax_scale, block_mask, out, lse, return_lse,
+    implementation, check_inputs,
+) -> tuple[tuple, Tensor | tuple[Tensor, Tensor], tuple | None]:  # fmt: skip
+    """Check and settle everything: arguments of `torch.ops.hpcattn.prefill`, what to return, `Settled`'s key."""
+    known = call = None
+    if check_inputs == "shapes" and not torch.compiler.is_compiling():
+        tensors, options = (q, block_table, cu_seqlens_q, seq_lens, block_mask, out, lse), (softmax_scale, return_lse)
+        known, call = _settled.find(kv, tensors, scales, (*options, implementation))
+    if call is None:
+        check_options(check_inputs, softmax_scale)
+        call = _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, implementation)
+        check_out(q, out, lse)
+        _settled.keep(known, call)
     if check_inputs == "full":
         _check_content(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask)
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
     if lse is None and return_lse:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    torch.ops.hpcattn.prefill(
-        q,
-        kv.k,
-        kv.v,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        *flatten_scales(kv, scales),
-        block_mask,
-        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        call["implementation"],
-        out,
-        lse,
-    )
-    return (out, lse) if return_lse else out
+    arguments = (
+        q, kv.k, kv.v, block_table, cu_seqlens_q, seq_lens, *flatten_scales(kv, scales), block_mask,
+        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, call["implementation"], out, lse,
+    )  # fmt: skip
+    return arguments, (out, lse) if return_lse else out, known
 
 
 @explains(attention_prefill)
@@ -114,7 +161,8 @@ def _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, imp
         shape = (batch, q.shape[1], None, None)
         check_tensor("block_mask", block_mask, shape=shape, dtype=torch.uint8, device=device, axes=axes, dense=True)
     tiles = ("dense", "no block mask") if block_mask is None else ("block mask", "masked tiles are skipped")
-    kind = resolve_implementation(implementation, device, operator="attention_prefill")
+    no_hopper = hopper.unsupported(q, kv.k, kv.v, getattr(kv, "k_scale", None), block_mask)
+    kind = resolve_implementation(implementation, device, operator="attention_prefill", no_hopper=no_hopper)
     return Explanation("attention_prefill", {"implementation": kind, "tiles": tiles})
 
 
@@ -136,23 +184,32 @@ def _check_content(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mas
         check_value("block_mask", list(block_mask.shape), fits, f"[batch, num_q_heads, >= {rows}, >= {columns}]")
 
 
-def _prefill(
+def _prepare(
     q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask, softmax_scale, implementation,
-    out, lse,
-) -> None:  # fmt: skip
+    out, lse, key=None,
+) -> Callable[[], None]:  # fmt: skip
+    """What is to run, bound to its arguments; key as in `hopper.prepare`."""
+    inputs = (q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask, softmax_scale)
     if q.numel() == 0:
-        return
+        return lambda: None
+    if implementation == "hopper":
+        return hopper.prepare(*inputs, out, lse, key=key)
     if implementation == "portable":
-        portable.launch(
-            q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask, softmax_scale, out, lse
-        )
-        return
-    kv, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
-    common = dict(scales=scales, softmax_scale=softmax_scale, block_mask=block_mask)
-    o, exact_lse = attention_prefill_reference(q, kv, block_table, cu_seqlens_q, seq_lens, **common)
-    out.copy_(o)
-    if lse is not None:
-        lse.copy_(exact_lse)
+        return lambda: portable.launch(*inputs, out, lse)
+
+    def reference():
+        kv, scales = unflatten_scales(k, v, q_scale, k_scale, v_scale)
+        common = dict(scales=scales, softmax_scale=softmax_scale, block_mask=block_mask)
+        o, exact_lse = attention_prefill_reference(q, kv, block_table, cu_seqlens_q, seq_lens, **common)
+        out.copy_(o)
+        if lse is not None:
+            lse.copy_(exact_lse)
+
+    return reference
+
+
+def _prefill(*call) -> None:
+    _prepare(*call)()
 
 
 define_operator(

@@ -5,6 +5,9 @@ Nothing here reads device memory, except where a function says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -189,3 +192,31 @@ def resolve_implementation(
     if cuda:
         return "portable", f"Triton runs on any recent GPU; Hopper kernels: {no_hopper}"
     return "reference", "the tensors are on the CPU, where float64 PyTorch is faster than interpreted Triton"
+
+
+class Settled:
+    """Calls that passed their checks: what these settled, by all that they looked at."""
+
+    LIMIT = 4096
+
+    def __init__(self):
+        self.calls: dict[tuple, Any] = {}
+
+    def find(self, kv: Any, tensors: Iterable[Tensor | None], scales: Any, options: tuple) -> tuple:
+        """(key, what was settled or None). The key is None where the checks must run and say what is wrong.
+
+        kv: a cache or packed keys and values; options: everything else, hashable.
+        """
+        try:
+            tensors = (*tensors, scales.q, scales.k, scales.v) if scales is not None else tensors
+            seen = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+            key = (kv.metadata, *seen, scales is None, *options)
+            return key, self.calls.get(key)
+        except (AttributeError, TypeError):
+            return None, None
+
+    def keep(self, key: tuple | None, call: Any) -> None:
+        if key is not None:
+            if len(self.calls) >= self.LIMIT:
+                self.calls.clear()
+            self.calls[key] = call

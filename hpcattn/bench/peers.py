@@ -102,8 +102,6 @@ class Ours(Adapter):
         return "-"
 
     def supports(self, workload: Workload) -> bool:
-        if self.name == "hopper":
-            return workload.suite == "decode" and self.schedule != "-"
         scheduled = workload.suite == "decode" and self.name != "reference"
         return scheduled == (self.schedule != "-")
 

@@ -54,7 +54,7 @@ class Program:
     @cached_property
     def occurrences(self) -> Counter[str]:
         """How often each register is named."""
-        named = (re.findall(r"%\w+", " ".join(i.operands) + f" {i.predicate}") for i in self.instructions)
+        named = (re.findall(r"%?\b[A-Za-z_]\w*", " ".join(i.operands) + f" {i.predicate}") for i in self.instructions)
         return Counter(chain.from_iterable(named))
 
     def target(self, instruction: Instruction, label: str) -> int:

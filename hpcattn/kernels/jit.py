@@ -36,10 +36,9 @@ class PortableFunction(JITFunction):
 
     def run(self, *args, grid, warmup, **kwargs):
         if not knobs.runtime.interpret and (warmup or _any_cuda((args, kwargs.values()))):
-            super().run(*args, grid=grid, warmup=warmup, **kwargs)
-        else:
-            with interpreted():
-                interpreter.GridExecutor(_rewritten(self.fn), self.arg_names, grid)(*args, **kwargs)
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        with interpreted():
+            return interpreter.GridExecutor(_rewritten(self.fn), self.arg_names, grid)(*args, **kwargs)
 
 
 def _any_cuda(args) -> bool:

@@ -19,6 +19,7 @@ def offline_variants() -> list[Variant]:
         for name, call in _calls(dtype, quant).items():
             found += variants_of(f"{name} {form}", call)
         found += _hopper(form, dtype, quant)
+        found += _hopper_prefill(form, dtype, quant)
     plans = [v for v in found if v.fn.__name__ in ("prefix_kernel", "records_kernel")]
     return [v for v in found if v not in plans] + plans[:2]  # a plan knows no format
 
@@ -44,6 +45,31 @@ def _hopper(form: str, dtype: str, quant: str) -> list[Variant]:
             found += _planned(f"{tokens} x {group} rows, D {head_dim}, clusters of {size} {form}", x, size)
     merges = [v for v in found if v.fn.__name__ == "merge_kernel"]
     return [v for v in found if v not in merges] + merges[:1]
+
+
+def _hopper_prefill(form: str, dtype: str, quant: str) -> list[Variant]:
+    """The Hopper prefill kernel with one and two consumer warpgroups, small and large pages, dense and masked."""
+    import hpcattn
+    from hpcattn.bench.workloads import Workload
+
+    found = []
+    sizes = (
+        (300, 128, 64, "NHD", 0.0),
+        (300, 128, 16, "HND", 0.5),
+        (40, 128, 256, "NHD", 0.5),
+        (300, 64, 32, "HND", 0.0),
+    )
+    for q_len, head_dim, page_size, layout, drop in sizes[: 4 if dtype == "bf16" else 3]:
+        heads = 16 if q_len > 64 else 1  # many: two warpgroups
+        x = Workload(
+            suite="prefill", case="", q_lens=(q_len,), kv_lens=(300,), num_q_heads=heads, num_kv_heads=1, dtype=dtype,
+            quant=quant, head_dim=head_dim, page_size=page_size, layout=layout, drop=drop,
+        ).build()  # fmt: skip
+        args = (x.q, x.cache, x.block_table, x.cu_seqlens_q, x.seq_lens)
+        how = dict(scales=x.scales, block_mask=x.block_mask, return_lse=True, implementation="hopper")
+        name = f"hopper prefill D {head_dim}, pages of {page_size}{', masked' if drop else ''}, {q_len} queries {form}"
+        found += variants_of(name, functools.partial(hpcattn.attention_prefill, *args, **how))
+    return found
 
 
 def _planned(name: str, x, cluster_size: int) -> list[Variant]:

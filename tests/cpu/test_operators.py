@@ -185,7 +185,7 @@ def test_buffers_are_used_and_nothing_is_allocated(decode_args):
 
 
 def test_planned_calls_are_checked_once_per_kind_of_plan(decode_args):
-    lens, checked = decode_args["seq_lens"], decode._settled
+    lens, checked = decode_args["seq_lens"], decode._settled.calls
     checked.clear()
     plans = [plan_decode(lens, 2, num_clusters=n, implementation="portable") for n in (3, 3, 4)]
     for plan, kinds in zip(plans, (1, 1, 2), strict=True):

@@ -31,7 +31,7 @@ def test_offline_variants_are_complete():
     kernels = {v.fn.__name__.removesuffix("_kernel") for v in variants()}
     assert kernels == {
         "static", "dynamic", "merge", "prefill", "append", "prefix", "records", "scores", "softmax", "values", "online",
-        "decode",
+        "decode", "count", "place",
     }  # fmt: skip
 
 

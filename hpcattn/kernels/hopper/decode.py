@@ -17,12 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     CachePolicy,
     FractionalEvictionPolicy,
     fence_async_shared,
-    tma,
     warpgroup_mma,
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from hpcattn.kernels.hopper import cluster, fp8
+from hpcattn.kernels.hopper.pages import load_tile, page_entries, zero_tail
 from hpcattn.kernels.hopper.pipeline import Cursor, Ring
 from hpcattn.kernels.hopper.states import (
     merge_slots,
@@ -86,31 +86,6 @@ def prefetch_line(pointer):
 
 
 @gluon.jit
-def page_entries(requests, request, token, shape):
-    """Block table entries of the pages of a tile from `token` on; 0 beyond the end of the table."""
-    PAGES: gl.constexpr = max(1, shape.TILE // shape.PAGE)
-    row = requests.table + request.to(gl.int64) * requests.table_stride
-    entries = ()
-    for i in gl.static_range(PAGES):
-        at = token + i * shape.PAGE
-        entries = entries + (gl.load(row + at // shape.PAGE, mask=at < requests.capacity, other=0),)
-    return entries
-
-
-@gluon.jit
-def load_tile(descriptor, dst, full, entries, slot, visible, head, shape, VIEW: gl.constexpr):
-    """Copy a tile, from `slot` of its first page on, page by page: `dst` lies on `full`.
-
-    Pages behind the last of `visible` tokens are not the request's: the tile's first is read instead.
-    """
-    ROWS: gl.constexpr = descriptor.block_shape[0]
-    for i in gl.static_range(len(entries)):
-        entry = gl.where(i * shape.PAGE < visible, entries[i], entries[0])
-        row = entry * VIEW[0] + head * VIEW[1] + slot
-        tma.async_load(descriptor, [row, head * VIEW[2]], full, dst.slice(i * ROWS, ROWS, dim=0), cache_policy=STREAM)
-
-
-@gluon.jit
 def produce_share(tiles, at, k, v, k_scale, requests, segment, cost, first, last, shape):
     """Load the tiles of [first, last) of a segment's pair, counted in units."""
     ring = tiles.ring
@@ -118,21 +93,23 @@ def produce_share(tiles, at, k, v, k_scale, requests, segment, cost, first, last
     TYPE0: gl.constexpr = shape.QUANT == "type0"
     SCALE_BYTES: gl.constexpr = tiles.scales.shape[1] * 128 if TYPE0 else 0
     request, head = segment.request, segment.head
-    ahead = page_entries(requests, request, first * shape.UNIT, shape)  # while the length comes
+    table_row = requests.table + request.to(gl.int64) * requests.table_stride
+    token = first * shape.UNIT
+    ahead = page_entries(table_row, requests.capacity, token, shape.TILE, shape.PAGE)  # while the length comes
     kv_len, _ = segment.lengths(requests, cost, shape.UNIT)
     stop = gl.minimum(last * shape.UNIT, kv_len)
     for token in range(first * shape.UNIT, stop, shape.TILE):
         entries = ahead
-        ahead = page_entries(requests, request, token + shape.TILE, shape)
+        ahead = page_entries(table_row, requests.capacity, token + shape.TILE, shape.TILE, shape.PAGE)
         slot, visible = token % shape.PAGE, stop - token
         dst, full = ring.to_fill(at, TILE_BYTES + SCALE_BYTES)
-        load_tile(k, dst, full, entries, slot, visible, head, shape, shape.K_VIEW)
+        load_tile(k, dst, full, entries, slot, visible, head, shape.PAGE, shape.K_VIEW, STREAM)
         if TYPE0:
             scales = tiles.scales.index(at.slot)
-            load_tile(k_scale, scales, full, entries, slot // 32, visible, head, shape, shape.SCALE_VIEW)
+            load_tile(k_scale, scales, full, entries, slot // 32, visible, head, shape.PAGE, shape.SCALE_VIEW, STREAM)
         at = at.next(ring.slots)
         dst, full = ring.to_fill(at, TILE_BYTES)
-        load_tile(v, dst, full, entries, slot, visible, head, shape, shape.V_VIEW)
+        load_tile(v, dst, full, entries, slot, visible, head, shape.PAGE, shape.V_VIEW, STREAM)
         at = at.next(ring.slots)
     return at
 
@@ -197,18 +174,6 @@ def token_scales(scales, shape, rows: gl.constexpr):
     RUN: gl.constexpr = min(shape.PAGE, 32)
     x = scales.slice(0, RUN, dim=1).load(_scale_layout(shape.TILE, RUN)).reshape([shape.TILE])
     return gl.convert_layout(x, rows, assert_trivial=True)
-
-
-@gluon.jit
-def zero_tail(tile, visible):
-    """Zero a tile's rows from `visible` on: their weights are zero, but 0 x NaN is not."""
-    BYTES: gl.constexpr = tile.dtype.primitive_bitwidth // 8
-    TILE: gl.constexpr = tile.shape[0]
-    WORDS: gl.constexpr = tile.shape[1] * BYTES // 2
-    words = tile.reinterpret(gl.int16, [TILE, WORDS], gl.NVMMASharedLayout(128, 16, 2))
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WORDS, WORDS // 8], [4, 1], [1, 0])
-    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    words.store(gl.where((row < visible)[:, None], words.load(layout), 0))
 
 
 @gluon.jit

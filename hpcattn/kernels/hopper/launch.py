@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.experimental.gluon import GluonJITFunction
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
@@ -61,8 +62,8 @@ class Launch:
     cluster: int = 1
 
     def run(self, device: torch.device) -> None:
-        """On a GPU; on a CPU, in the emulator."""
-        if device.type == "cpu" and not recording():
+        """On a GPU; on a CPU, in the emulator if it is Gluon."""
+        if device.type == "cpu" and not recording() and isinstance(self.kernel, GluonJITFunction):
             emulator.launch(self.kernel, self.grid, *self.args, **self.options, cluster=self.cluster)
         elif self.cluster > 1 and not recording():
             bound = Bound(self)
@@ -118,6 +119,11 @@ class Bound:
             key = index, base.data_ptr()
             flat[self._descriptors[index][0]] = self._maps.get(key) or self._encode(key, base)
         return flat
+
+    def arguments_of(self, launch: Launch) -> list:
+        """The kernel's arguments for a launch that differs in addresses only."""
+        tensors = [arg for arg in launch.args if isinstance(arg, Tensor)]
+        return self.arguments(tensors, [arg.base for arg in launch.args if isinstance(arg, TensorDescriptor)])
 
     def _encode(self, key: tuple[int, int], base: Tensor) -> Any:
         """The tensor map of a descriptor with another base address."""
