@@ -219,6 +219,7 @@ SUITES: dict[str, tuple[Workload, ...]] = {
     "decode": tuple(_decode(DECODE_CASES, 64, {"bf16": (1, 2, 3), "fp8": (1, 2, 4)})),
     "prefill": (
         *_prefill(PREFILL_SHAPES, (32, 4), 64, FORMATS[1:], (0.0, MASK_DROP)),
+        *_prefill(LONG_PREFILL_SHAPES, (32, 4), 64, FORMATS[1:], (0.0,)),
         *_prefill((*PREFILL_SHAPES, *LONG_PREFILL_SHAPES), (32, 4), 64, FORMATS[:1], (0.0,)),
     ),
     "decode_small": tuple(_decode(SMALL_DECODE_CASES, 16, {"bf16": (1, 2), "fp8": (1,)})),

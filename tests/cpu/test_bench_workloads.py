@@ -23,7 +23,7 @@ def test_catalog():
     assert len({w.case for w in SUITES["decode"]}) == 9
     assert {w.num_query_tokens for w in select("decode", dtype="bf16")} == {1, 2, 3}
     assert {w.num_query_tokens for w in select("decode", dtype="fp8")} == {1, 2, 4}
-    assert len(select("prefill", dtype="fp8")) == 24
+    assert len(select("prefill", dtype="fp8")) == 24 + 8
     assert len(select("prefill", dtype="bf16")) == 10
     assert {w.case for w in select("prefill", drop=0.75)} == {
         "127x127-masked",
@@ -91,5 +91,5 @@ def test_bytes_and_floor():
     assert scaled.kv_bytes == w.kv_bytes // 2 + 64 * 512 * 4
     ceilings = Ceilings(tb_per_s=4.0, tflop_bf16=700.0, tflop_fp8=1300.0)
     assert w.floor_us(ceilings) == pytest.approx(w.bytes_moved / 4e6)
-    (long,) = select("prefill", case="16384x16384", layout="NHD")
+    (long,) = select("prefill", case="16384x16384", layout="NHD", dtype="bf16")
     assert long.floor_us(ceilings) == pytest.approx(long.flops / 700e6)
