@@ -158,3 +158,32 @@ def test_dynamic_decode_against_its_peers():
     assert list(stated.groups()) == [*found, f"{(best / ours).min():.2f}"]
     uniform = (ours / times["hopper static"])[ours.index.get_level_values("case").str.startswith("uniform")]
     assert uniform.max() <= 1.03, "balancing costs a batch that needs none next to nothing"
+
+
+def test_prefill_against_its_peers():
+    """What the README says of prefill, from one run on one set of tensors, everything checked."""
+    rows = runs("prefill", "hopper-prefill-2026-12-01")
+    ours = rows[rows.implementation == "hopper"]
+    assert (ours.rel_error <= ours.dtype.map({"bf16": 4e-3, "fp8": 5e-2})).all() and len(ours) == 42
+    paged = rows[rows.page_size == 64]
+    keys = ["dtype", "quant", "layout", "case"]
+    times = paged.pivot(index=keys, columns="implementation", values="median_us")
+    errors = paged.pivot(index=keys, columns="implementation", values="rel_error")
+    assert (errors.hopper <= 1.2 * errors.hpc_ops).all(), "nothing is bought with accuracy"
+    over_cuda, over_fa3 = times.hpc_ops / times.hopper, times.flash_attn_3 / times.hopper
+    cases = over_cuda.index.get_level_values("case")
+    table = over_cuda["fp8"][~cases[over_cuda.index.get_level_values("dtype") == "fp8"].str.contains("4096x4096|16384")]
+    assert len(table) == 24
+    stated = re.search(
+        r"24 fp8 configurations.*?is ([\d.]+)\s+times\s+as\s+fast\s+as\s+HPC-Ops\s+\(geometric\s+mean\),\s+nowhere"
+        r"\s+less\s+than\s+([\d.]+)\s+times,\s+and\s+([\d.]+)\s+to\s+([\d.]+)\s+times\s+in\s+bf16.*?FlashAttention-3"
+        r".*?([\d.]+)\s+to\s+([\d.]+)\s+times\s+in\s+bf16\s+and\s+([\d.]+)\s+to\s+([\d.]+)\s+times\s+in\s+fp8.*?"
+        r"error\s+reaches\s+([\d.]+)\s+there,\s+ours\s+([\d.]+)",
+        (DATA.parent / "README.md").read_text(),
+        re.DOTALL,
+    )
+    fa3 = over_fa3.dropna()
+    found = [geomean(table), table.min()]
+    found += [x for group in (over_cuda["bf16"], fa3["bf16"], fa3["fp8"]) for x in (group.min(), group.max())]
+    found += [errors.loc["fp8"].flash_attn_3.max(), errors.loc["fp8"].hopper.max()]
+    assert [float(x) for x in stated.groups()] == [round(x, 2) for x in found[:-1]] + [round(found[-1], 3)]
