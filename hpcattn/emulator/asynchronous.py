@@ -109,7 +109,7 @@ def _tensor_copy(ins, program):
             if first % 128:
                 raise OutOfBounds(f"{warp.here()}: shared address {first} is not a multiple of 128")
             shared = warp.cluster.shared
-            tile = shared.locate(tensor_map.shared_addresses(first), warp.cta, warp.here)
+            tile = shared.locate(tensor_map.shared_addresses(first), warp.cta, warp.here, remote=True)
             if store:
                 what = f"TMA store of box {box} ({ins.source or ins.line})"
                 land = partial(_land_store, warp.cluster, tensor_map, box, tile, warp.here())
@@ -252,7 +252,7 @@ def _store_async(ins, program):
     def execute(warp, mask):
         cluster, lanes = warp.cluster, active(mask)
         data = np.stack([r(warp).view(unsigned) for r in reads], 1)[lanes].view(np.uint8)
-        tile = cluster.shared.locate(where(warp)[lanes, None] + span, warp.cta, warp.here)
+        tile = cluster.shared.locate(where(warp)[lanes, None] + span, warp.cta, warp.here, remote=True)
         pointers = barrier_at(warp)[lanes]
         if ((pointers >> TAG_SHIFT) != (where(warp)[lanes] >> TAG_SHIFT)).any():
             raise EmulatorError(f"{warp.here()}: data and mbarrier lie in different CTAs")

@@ -11,7 +11,7 @@ from hpcattn.emulator.scheduler import Mbarrier, NamedBarrier, Wait
 
 
 def mbarrier_at(warp, addresses: np.ndarray | int) -> Mbarrier:
-    where = int(warp.cluster.shared.locate(np.asarray(addresses), warp.cta, warp.here))
+    where = int(warp.cluster.shared.locate(np.asarray(addresses), warp.cta, warp.here, remote=True))
     barrier = warp.cluster.mbarriers.get(where)
     if barrier is None:
         raise BarrierMisuse(f"{warp.here()} uses shared +{where % CTA_STRIDE}, where no mbarrier is initialized")

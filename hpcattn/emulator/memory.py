@@ -1,8 +1,9 @@
 """Global and shared memory. Both know which bytes were written; addresses are checked.
 
 Global memory is the storages of the tensors passed, each at an address of its own. Shared memory is one array for
-a whole cluster: byte `offset` of CTA `rank` is at `rank · CTA_STRIDE + offset`, where offsets start at `BASE`. A
-pointer made by `mapa` carries `(rank + 1) << 24`; without that tag it means the CTA's own memory.
+a whole cluster: byte `offset` of CTA `rank` is at `rank · CTA_STRIDE + offset`, where offsets start at `BASE`. As on
+the hardware, an address carries `rank << 24`, a CTA's own too: with that masked off it means the first CTA's memory,
+which only `.shared::cluster` instructions reach from elsewhere.
 """
 
 from __future__ import annotations
@@ -69,18 +70,23 @@ class SharedMemory(_Space):
         self.written = np.zeros(num_ctas * CTA_STRIDE, bool)
         self.exited = np.zeros(num_ctas, bool)  # CTAs whose memory is gone
 
-    def locate(self, addresses: np.ndarray, cta: int, reader: Callable[[], str]) -> np.ndarray:
-        """Positions in `bytes` of shared-memory addresses seen from `cta`; raises OutOfBounds."""
+    def locate(self, addresses: np.ndarray, cta: int, reader: Callable[[], str], remote: bool = False) -> np.ndarray:
+        """Positions in `bytes` of addresses seen from `cta`, of its own memory unless `remote`; raises OutOfBounds."""
         addresses = addresses.astype(np.int64)
-        tags, offsets = addresses >> TAG_SHIFT, addresses & OFFSET_MASK
-        bad = (offsets < BASE) | (offsets >= self.end) | (tags > self.num_ctas)
+        ranks, offsets = addresses >> TAG_SHIFT, addresses & OFFSET_MASK
+        bad = (offsets < BASE) | (offsets >= self.end) | (ranks >= self.num_ctas)
         if bad.any():
             worst = int(offsets[bad].flat[0]) - BASE
             raise OutOfBounds(
                 f"{reader()} accesses byte {worst} of shared memory, which has {self.end - BASE} bytes in each of "
                 f"{self.num_ctas} CTAs"
             )
-        ranks = np.where(tags > 0, tags - 1, cta)
+        if not remote and (ranks != cta).any():
+            other = int(ranks[ranks != cta].flat[0])
+            raise OutOfBounds(
+                f"{reader()} accesses the shared memory of CTA {other} of its cluster without .shared::cluster: was "
+                "the rank masked off an address?"
+            )
         if self.exited[ranks].any():
             raise OutOfBounds(f"{reader()} accesses the shared memory of a CTA that has exited")
         return ranks * CTA_STRIDE + offsets

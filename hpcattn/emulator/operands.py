@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcattn.emulator.errors import EmulatorError, UnsupportedInstruction
-from hpcattn.emulator.memory import BASE
+from hpcattn.emulator.memory import BASE, TAG_SHIFT
 from hpcattn.emulator.parser import Instruction, Program
 
 if TYPE_CHECKING:
@@ -103,9 +103,15 @@ def integer(operand: str) -> int:
     return int(operand.rstrip("U"), 0)
 
 
+SHARED = "global_smem"  # the symbol of dynamic shared memory
+
+
+def shared_base(warp: Warp) -> int:
+    """Where the shared memory of a warp's CTA begins."""
+    return BASE + (warp.cta << TAG_SHIFT)
+
+
 def _symbol(operand: str, program: Program) -> int | None:
-    if operand == "global_smem":
-        return BASE
     for i, (name, _) in enumerate(program.parameters):
         if name == operand:
             return PARAMETER_BASE + i * PARAMETER_STRIDE
@@ -137,6 +143,8 @@ def source(operand: str, type: str, program: Program) -> Reader:
     special = SPECIAL.get(operand)
     if special:
         return lambda warp: special(warp).astype(unsigned).view(dtype)
+    if operand == SHARED:
+        return lambda warp: np.full(LANES, shared_base(warp), unsigned).view(dtype)
     constant = _constant(operand, type, program)
     if constant is not None:
         return lambda warp: constant
@@ -181,6 +189,8 @@ def address(operand: str, program: Program) -> Reader:
     """Reads "[register + offset]" as int64."""
     base, offset = _ADDRESS.fullmatch(operand).groups()
     offset = integer(offset or "0")
+    if base == SHARED:
+        return lambda warp: np.full(LANES, shared_base(warp) + offset, np.int64)
     symbol = _symbol(base, program)
     if symbol is not None:
         constant = np.full(LANES, symbol + offset, np.int64)

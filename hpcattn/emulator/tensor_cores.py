@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcattn.emulator.asynchronous import swizzle
 from hpcattn.emulator.errors import EmulatorError
+from hpcattn.emulator.memory import TAG_SHIFT
 from hpcattn.emulator.numerics import decode
 from hpcattn.emulator.operands import LANE, LANES, instruction, integer, source, target, uniform, vector
 
@@ -33,6 +34,7 @@ def _shared_operand(warp, descriptor: int, rows: int, k_bytes: int, kind: str, m
     if not span:
         raise EmulatorError(f"{here}: an operand without swizzle isn't modelled")
     addresses = swizzle(start + _offsets(rows, k_bytes, leading, stride, span, mn_major), span)
+    addresses = addresses + (warp.cta << TAG_SHIFT)  # a descriptor has no room for the rank
     data = warp.cluster.shared.read(warp.cluster.shared.locate(addresses, warp.cta, lambda: here), lambda: here)
     values = decode(data, kind)
     return values.T if mn_major else values

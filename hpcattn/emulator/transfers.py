@@ -22,22 +22,26 @@ _ROW, _PAIR = (LANE // 4).astype(np.int64), (2 * (LANE % 4)).astype(np.int64)  #
 
 
 def read_bytes(warp, space: str, addresses: np.ndarray) -> np.ndarray:
-    """Bytes at int64 `addresses` [rows, bytes] of "global" or "shared" memory."""
-    if space == "shared":
-        return warp.cluster.shared.read(warp.cluster.shared.locate(addresses, warp.cta, warp.here), warp.here)
+    """Bytes at int64 `addresses` [rows, bytes] of "global", "shared" or "shared::cluster" memory."""
+    if space != "global":
+        return warp.cluster.shared.read(_locate(warp, space, addresses), warp.here)
     return warp.cluster.memory.read(addresses, warp.here)
 
 
 def write_bytes(warp, space: str, addresses: np.ndarray, data: np.ndarray) -> None:
-    if space == "shared":
-        warp.cluster.shared.write(warp.cluster.shared.locate(addresses, warp.cta, warp.here), data)
+    if space != "global":
+        warp.cluster.shared.write(_locate(warp, space, addresses), data)
     else:
         warp.cluster.memory.write(addresses, data, warp.here)
 
 
+def _locate(warp, space: str, addresses: np.ndarray) -> np.ndarray:
+    return warp.cluster.shared.locate(addresses, warp.cta, warp.here, remote=space == "shared::cluster")
+
+
 def _space(ins) -> str:
-    """ "shared" or "global": generic and local addresses are not modelled."""
-    return next(s for s in (p.partition("::")[0] for p in ins.parts) if s in ("shared", "global"))
+    """ "global", "shared" or "shared::cluster": generic and local addresses are not modelled."""
+    return next(s for s in (p.removesuffix("::cta") for p in ins.parts) if s in ("global", "shared", "shared::cluster"))
 
 
 def _spread(values: np.ndarray, lanes: np.ndarray) -> np.ndarray:
@@ -143,7 +147,7 @@ def _map_address(ins, program):
     write, dtype = target(ins.operands[0], type), dtype_of(type)
 
     def execute(warp, mask):
-        tag = (rank(warp).astype(dtype) + dtype.type(1)) << dtype.type(TAG_SHIFT)
+        tag = rank(warp).astype(dtype) << dtype.type(TAG_SHIFT)
         write(warp, (where(warp) & dtype.type(OFFSET_MASK)) | tag, mask)
 
     return execute

@@ -69,10 +69,11 @@ def norm_error(got: Array, want: Array) -> float:
 
 
 def rounding_error(kv_len: int, mean: float, factor: float = 256.0, sink: float = 0.0) -> float:
-    """Of O, if weights are rounded to e4m3 after multiplication by `factor`, and nothing else is."""
+    """Of O, if weights are rounded to e4m3 after multiplication by `factor` and O to bf16, and nothing else is."""
     p, v = weights_and_values(kv_len, mean, sink)
     total = p.sum(1)[:, None]  # as in the kernel, of weights before rounding
-    return norm_error(rounded(factor * p) @ v / factor / total, p @ v / total)
+    o = torch.from_numpy(rounded(factor * p) @ v / factor / total)
+    return norm_error(o.bfloat16().double().numpy(), p @ v / total)
 
 
 def grid_of(largest: Array, bits: int) -> Array:

@@ -305,7 +305,7 @@ def test_what_cannot_be_run_says_so():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_store_async_to_the_peer(seed):
     code = """setp.eq.u32 %p1, %r0, 0;
-        mov.b32 %r2, 1024;
+        mov.b32 %r2, global_smem;
         @%p1 mbarrier.init.shared::cta.b64 [%r2], 1;
         @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
         barrier.cluster.arrive.aligned;
@@ -327,7 +327,7 @@ def test_store_async_to_the_peer(seed):
 
 
 def test_shared_memory_of_an_exited_cta():
-    code = """mov.b32 %r1, 1024;
+    code = """mov.b32 %r1, global_smem;
         st.shared.b32 [%r1], %r1;
         mov.u32 %r2, %cluster_ctarank;
         setp.eq.u32 %p1, %r2, 0;
@@ -342,6 +342,17 @@ def test_shared_memory_of_an_exited_cta():
         except EmulatorError as error:
             errors.append(type(error))
     assert OutOfBounds in errors
+
+
+def test_an_address_without_its_rank():
+    """An inline-assembly operand has the rank masked off: in the first CTA that goes unnoticed."""
+    code = """mov.b32 %r2, global_smem;
+        and.b32 %r2, %r2, 16777215;
+        st.shared.b32 [%r2], %r0;
+        ld.shared.b32 %r1, [%r2];"""
+    probe(code)
+    with pytest.raises(OutOfBounds, match="memory of CTA 0 .* masked off"):
+        probe(code, cluster=2)
 
 
 def test_arguments_that_do_not_fit():
