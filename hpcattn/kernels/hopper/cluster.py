@@ -1,9 +1,11 @@
 """Partial states exchanged through the shared memory of a cluster (distributed shared memory).
 
 The kernel is compiled for one CTA and launched in clusters (`launch.Launch.cluster`), so that its layouts know of one
-CTA only; what crosses CTAs is said here, in PTX. (In a cluster, an address of shared memory carries the CTA's rank, and
-Gluon masks it off the addresses that it hands to inline assembly: fine for `mapa`, not for an ordinary store.) All CTAs of a cluster run at the same time, but a peer's memory may be
+CTA only; what crosses CTAs is said here, in PTX. All CTAs of a cluster run at the same time, but a peer's memory may be
 used only once the peer has set its mbarriers up: every warp calls `arrive`, and whoever sends first calls `wait`.
+
+In a cluster, addresses of shared memory carry the rank of their CTA. Gluon masks it off those that it hands to inline
+assembly: `mapa` puts one in again, an ordinary store would go to the first CTA.
 """
 
 from triton.experimental import gluon
