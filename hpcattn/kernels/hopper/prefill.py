@@ -458,7 +458,16 @@ def attend(shared, results, shape, w: gl.constexpr):
         "mask_columns",
         "num_q_heads",
     ],  # fmt: skip
-    do_not_specialize_on_alignment=["q_scale", "k_scale", "v_scale", "block_table", "seq_lens", "cu_seqlens_q", "lse"],
+    do_not_specialize_on_alignment=[
+        "q_scale",
+        "k_scale",
+        "v_scale",
+        "block_table",
+        "seq_lens",
+        "cu_seqlens_q",
+        "mask",
+        "lse",
+    ],
 )
 def prefill_kernel(
     q, k, v, k_scale, q_scale, v_scale, scale_request, scale_token, scale_head, q_pad, cu_seqlens_q, seq_lens,

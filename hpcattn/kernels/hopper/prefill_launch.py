@@ -134,14 +134,16 @@ def prepare(
     call = (q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask)
     call += (softmax_scale, out, lse)
     type0 = k_scale is not None and k_scale.dim() == 4
-    if not q.is_cuda or any(x.data_ptr() % 16 for x in (q, k, v, out, *([k_scale] if type0 else []))):
+    ordered = cu_seqlens_q.shape[0] > 2 or block_mask is not None  # perhaps: in memory of the call's own
+    aligned = [q, k, v, out, *([k_scale] if type0 else [])]
+    aligned += [x for x in (cu_seqlens_q, seq_lens, block_mask) if ordered and x is not None]
+    if not q.is_cuda or any(x.data_ptr() % 16 for x in aligned):
         steps = launches(*call)
         return lambda: [step.run(q.device) for step in steps]
     if key is None:
         tensors = (q, k, v, block_table, cu_seqlens_q, q_scale, k_scale, block_mask)
         key = tuple(None if x is None else (x.shape, x.stride()) for x in tensors)
         key += (q.device, q.dtype, seq_lens is None, softmax_scale, lse is None)
-    ordered = cu_seqlens_q.shape[0] > 2 or block_mask is not None  # perhaps: in memory of the call's own
     kernels, steps = _bound.get(key), None
     if kernels is None or ordered:
         steps = launches(*call)
