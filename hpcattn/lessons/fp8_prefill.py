@@ -231,6 +231,8 @@ CONFIGS = {
     "k2v2_turns": Config(2, 2, 2, True, False),
     "k3v2_turns": Config(2, 3, 2, True, False),
     "k3v3_turns": Config(2, 3, 3, True, False),
+    "k3v2_early": Config(2, 3, 2, False, False, True),
+    "k3v2_early_turns": Config(2, 3, 2, True, False, True),
 }
 ERROR_QUERIES, ERROR_KEYS, DECODE_BATCH = 512, (4096, 8192, 32768), 4
 PEERS = ("hpc_ops", "flash_attn_3")

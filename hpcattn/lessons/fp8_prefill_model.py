@@ -68,6 +68,30 @@ def consumer_loop(kernel: Compiled) -> list[Section]:
 
     Without the mask, which only an item's first two tiles need.
     """
+    body = _loop_body(kernel)
+    waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
+    assert len(waits) == 2
+    cuts = [0, *waits, len(body)]
+    names = ("exponentials", "maxima", "accumulation")
+    return [Section(name, _count(body[a:b])) for name, a, b in zip(names, cuts[:-1], cuts[1:], strict=True)]
+
+
+class ScaleReads(NamedTuple):
+    """How a consumer reads the K scales of a tile; registers: that they pass through, early: before P V is issued."""
+
+    loads: int
+    registers: int
+    early: bool
+
+
+def scale_reads(kernel: Compiled) -> ScaleReads:
+    body = _loop_body(kernel)
+    loads = {i: m[1] for i, line in enumerate(body) if (m := re.search(r"LDS\.64 (R\d+)", line))}
+    products = [i for i, line in enumerate(body) if "QGMMA" in line]
+    return ScaleReads(len(loads), 2 * len(set(loads.values())), max(loads, default=0) < products[-1])
+
+
+def _loop_body(kernel: Compiled) -> list[str]:
     lines = kernel.sass.splitlines()
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"LBB\d+:$", line)}
     jumps = [(i, labels.get(m[1], -1)) for i, line in enumerate(lines) if (m := re.search(r"BRA (LBB\d+)", line))]
@@ -78,12 +102,7 @@ def consumer_loop(kernel: Compiled) -> list[Section]:
     for at, target in jumps:
         if start < at < target <= stop and _count(lines[at:target])["FSEL"] >= 60:
             skipped = set(range(at + 1, target))
-    body = [line for i, line in enumerate(lines[start : stop + 1], start) if i not in skipped]
-    waits = [i for i, line in enumerate(body) if "WARPGROUP.DEPBAR" in line]
-    assert len(waits) == 2
-    cuts = [0, *waits, len(body)]
-    names = ("exponentials", "maxima", "accumulation")
-    return [Section(name, _count(body[a:b])) for name, a, b in zip(names, cuts[:-1], cuts[1:], strict=True)]
+    return [line for i, line in enumerate(lines[start : stop + 1], start) if i not in skipped]
 
 
 def transposer_issue(kernel: Compiled) -> int:

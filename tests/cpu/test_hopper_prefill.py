@@ -59,7 +59,8 @@ def emulate(x, seed=0, **how):
 
 
 CONFIGS = (
-    hopper.Config(2, 2, 2, False, False), hopper.Config(2, 3, 2, True, False), hopper.Config(1, 2, 3, False, False),
+    hopper.Config(2, 2, 2, False, False), hopper.Config(2, 3, 2, True, False, True),
+    hopper.Config(1, 2, 3, False, False),
 )  # fmt: skip
 
 
@@ -177,9 +178,9 @@ def test_what_the_kernel_cannot_read():
 @pytest.mark.parametrize(
     ("quant", "blocks", "expected"),
     [
-        ("none", 64, (1, 2, 2, False, True)), ("none", 256, (2, 2, 2, False, True)),
-        ("type0", 256, (2, 3, 2, False, False)), ("type1", 256, (2, 3, 2, True, False)),
-        ("type1", 132, (1, 3, 2, False, False)),
+        ("none", 64, (1, 2, 2, False, True, False)), ("none", 256, (2, 2, 2, False, True, False)),
+        ("type0", 256, (2, 3, 2, True, False, True)), ("type1", 256, (2, 3, 2, True, False, False)),
+        ("type0", 132, (1, 3, 2, False, False, True)), ("type1", 132, (1, 3, 2, False, False, False)),
     ],
 )  # fmt: skip
 def test_configuration(quant, blocks, expected):

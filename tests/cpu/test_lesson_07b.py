@@ -144,6 +144,9 @@ def test_the_loop_in_three(quant):
     assert accumulation.opcodes["FFMA"] == 128
     assert all(section.opcodes["FSEL"] < 8 for section in (exponentials, maxima, accumulation)), "without the mask"
     assert (maxima.opcodes["FMUL"] >= 64) == (maxima.opcodes["LDS"] > 0) == (quant == "type0")
+    late, early = (model.scale_reads(lab.compiled(quant, name)) for name in ("k3v2_turns", "k3v2_early_turns"))
+    assert late.loads == early.loads == (16 if quant == "type0" else 0)
+    assert (not late.early and late.registers <= 8 and early.early and early.registers >= 16) or not late.loads
     families = kernel.families()
     assert families["LDSM"] == families["STSM"] == 16 and kernel.opcodes["LDS.U8"] <= 1
     assert 16 + 64 + 16 < model.transposer_issue(kernel) < 400
@@ -265,7 +268,7 @@ def test_nothing_recorded_is_no_error(tmp_path):
 
 def test_what_is_measured_holds_what_the_library_chooses():
     assert configuration("type1", 256, 132) == lab.CONFIGS["k3v2_turns"]
-    assert configuration("type0", 256, 132) == lab.CONFIGS["k3v2"]
+    assert configuration("type0", 256, 132) == lab.CONFIGS["k3v2_early_turns"]
 
 
 def test_the_records_bear_out_the_text():
@@ -274,6 +277,8 @@ def test_the_records_bear_out_the_text():
     if us is None:
         pytest.skip("not recorded yet")
     assert us["k3v2_turns"] < us["k3v2"] and us["k3v2_turns"] < us["k2v2_turns"]
+    us = lab.times_of(rows)["type0", "512x32768"]
+    assert us["k3v2_early_turns"] < us["k3v2_early"] < us["k3v2"] < us["k3v2_turns"]
     ours, hpc = (lab.errors_of(rows)[name] for name in ("hopper", "hpc_ops"))
     for mean in lab.MEANS:
         for keys in lab.ERROR_KEYS:

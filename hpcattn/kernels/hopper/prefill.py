@@ -14,7 +14,6 @@ the contraction. P V of every tile starts from zero and is added in fp32: the te
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -72,8 +71,9 @@ class Shape:
     K_VIEW: gl.tuple
     V_VIEW: gl.tuple
     SCALE_VIEW: object
-    TURNS: gl.constexpr  # whether the consumer warpgroups take turns at the exponentials
+    TURNS: gl.constexpr  # as in `prefill_launch.Config`
     LAZY: gl.constexpr
+    EARLY: gl.constexpr
 
 
 @gluon.jit
@@ -284,19 +284,21 @@ def _scale(n, run):
 
 @gluon.jit
 def scaled(s, scales, shape):
-    """Scores times the type 0 K scales of their tile; in PTX, to hold few scales at a time."""
+    """Scores times the type 0 K scales of their tile; in PTX, to hold few scales at a time.
+
+    TMA may write there again without a fence once the slot is released: what was read is in registers.
+    """
     N: gl.constexpr = s.shape[1] // 2
     return gl.inline_asm(_scale(N, min(shape.PAGE, 32)), _in_place(N, 1), [s, scales], s.type, is_pure=False)
 
 
 @gluon.jit
 def scores_of(shared, st, at_k, shape, PENDING: gl.constexpr):
-    """Scores once they are computed, with PENDING later products still in flight; their K is released."""
+    """Scores once they are computed, with PENDING later products still in flight; their K may be released."""
     s = warpgroup_mma_wait(PENDING, deps=[st])
     if shape.QUANT == "type0":
         s = scaled(s, shared.scales.index(at_k.slot), shape)
-        fence_async_shared()  # ordinary reads of the scales, before TMA may write there again
-    return s, shared.k.release(at_k)
+    return s
 
 
 @gluon.jit
@@ -398,7 +400,8 @@ def attend(shared, results, shape, w: gl.constexpr):
         acc = fresh_o
         q = shared.q.filled(at_q).slice(64 * w, 64, dim=0)
         shared.k.filled(at_k)
-        s, at_k = scores_of(shared, issue_qk(q, shared, at_k, fresh), at_k, shape, 0)
+        s = scores_of(shared, issue_qk(q, shared, at_k, fresh), at_k, shape, 0)
+        at_k = shared.k.release(at_k)
         s = masked(s, item, item.first, w)
         m, shift = maxima(s, m, scale)
         x, alpha = s * scale[:, None] - (shift - OFFSET)[:, None], gl.full([64], 1.0, gl.float32, rows)
@@ -409,10 +412,14 @@ def attend(shared, results, shape, w: gl.constexpr):
             st = issue_qk(q, shared, at_k, fresh)
             p, l = weights(x, l, alpha)
             p = packed(p, shape, out)
+            if shape.EARLY:
+                s = scores_of(shared, st, at_k, shape, 0)
             t = issue_pv(p, shared, at_v, acc, fresh_o, alpha, shape, out)
             if shape.TURNS:
                 mbarrier.wait(shared.turns.index(w), at_turn.phase)
-            s, at_k = scores_of(shared, st, at_k, shape, 1)
+            if not shape.EARLY:
+                s = scores_of(shared, st, at_k, shape, 1)
+            at_k = shared.k.release(at_k)
             if i == 0:
                 s = masked(s, inbox.read(box), inbox.read(box).second, w)
             before, old = alpha, m
@@ -477,12 +484,12 @@ def prefill_kernel(
     K_VIEW: gl.constexpr, V_VIEW: gl.constexpr, SCALE_VIEW: gl.constexpr, GROUPS: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, WORDS: gl.constexpr, REGISTERS: gl.constexpr,
     OTHERS: gl.constexpr,
-    TURNS: gl.constexpr, LAZY: gl.constexpr,
+    TURNS: gl.constexpr, LAZY: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as there are multiprocessors, or items. GROUPS: consumer warpgroups."""
     FP8: gl.constexpr = QUANT != "none"
     BLOCK_M: gl.constexpr = 64 * GROUPS
-    shape = Shape(G, D, BLOCK_M, PAGE, QUANT, Q_VIEW, K_VIEW, V_VIEW, SCALE_VIEW, TURNS, LAZY)
+    shape = Shape(G, D, BLOCK_M, PAGE, QUANT, Q_VIEW, K_VIEW, V_VIEW, SCALE_VIEW, TURNS, LAZY, EARLY)
     batch = Batch(
         cu_seqlens_q, seq_lens, capacity, block_table, table_stride, q_pad, mask, mask_request, mask_head, mask_row,
         mask_rows, mask_columns, order, header, num_q_heads, BLOCK_M,

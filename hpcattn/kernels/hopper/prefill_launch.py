@@ -38,7 +38,8 @@ class Config(NamedTuple):
     """Consumer warpgroups of 64 query rows; slots of the rings of K and V.
 
     turns: the warpgroups alternate between exponentials and the rest of a tile; lazy: the output is rescaled only where
-    a maximum has grown by a factor of 2^8.
+    a maximum has grown by a factor of 2^8; early: the scores of the next tile are waited for, and scaled, next to the
+    exponentials, before P V takes registers, and not in the rest of the tile.
     """
 
     groups: int
@@ -46,19 +47,20 @@ class Config(NamedTuple):
     v_slots: int
     turns: bool
     lazy: bool
+    early: bool = False
 
 
 def configuration(quant: str, blocks: int, sms: int) -> Config:
     """blocks: of 64 query rows, of all heads. All measured on an H200.
 
-    A warpgroup to itself is faster, as long as there are multiprocessors for all. Taking turns keeps one warpgroup's
-    exponentials from meeting the other's: 878 against 783 TFLOP/s in fp8 type 1, with a third slot for K, since the
-    warpgroups are half a tile apart. With type 0 the scales make the rest of a tile too long for turns; bf16 waits for
-    the tensor cores, not for exponentials. bf16 weights may exceed 1, those of fp8 would overflow e4m3.
+    A warpgroup to itself is faster, as long as there are multiprocessors for all. In fp8, taking turns keeps one
+    warpgroup's exponentials from meeting the other's, with a third slot for K, since the warpgroups are half a tile
+    apart. It pays if the other half of a tile is short: type 0 scales its scores early, where registers are free, so
+    that all scales are on their way at once. bf16 waits for the tensor cores, not for exponentials. bf16 weights may
+    exceed 1, those of fp8 would overflow e4m3.
     """
-    groups = 1 if blocks <= sms else 2
-    bf16 = quant == "none"
-    return Config(groups, 2 if bf16 else 3, 2, groups == 2 and quant == "type1", bf16)
+    groups, bf16 = 1 if blocks <= sms else 2, quant == "none"
+    return Config(groups, 2 if bf16 else 3, 2, groups == 2 and not bf16, bf16, quant == "type0")
 
 
 def launches(
@@ -111,7 +113,8 @@ def launches(
             G=num_q_heads // num_kv_heads, D=head_dim, PAGE=page_size, QUANT=quant, Q_VIEW=q_view, K_VIEW=k_view,
             V_VIEW=v_view, SCALE_VIEW=scale_view, GROUPS=config.groups, K_SLOTS=config.k_slots,
             V_SLOTS=config.v_slots, WORDS=max(16, triton.next_power_of_2(HEADER.value + mask[4])),
-            REGISTERS=consumers, OTHERS=others, TURNS=config.turns, LAZY=config.lazy, num_warps=4,
+            REGISTERS=consumers, OTHERS=others, TURNS=config.turns, LAZY=config.lazy, EARLY=config.early,
+            num_warps=4,
             maxnreg=(config.groups * consumers + others) // (config.groups + 1),
         ),
     )  # fmt: skip
