@@ -30,6 +30,10 @@ __all__ = ["PAGE_SIZES", "PackedKV", "PageAllocator", "PagedKVCache", "gather_kv
 PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
+def _facts(x: Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+
+
 @dataclass(frozen=True)
 class PackedKV:
     """Keys and values without a cache: `[total_tokens, num_kv_heads, head_dim]`, request after request."""
@@ -40,7 +44,7 @@ class PackedKV:
     @property
     def metadata(self) -> tuple:
         """As `PagedKVCache.metadata`."""
-        return "packed", *((x.shape, x.stride(), x.dtype, x.device) for x in (self.k, self.v))
+        return "packed", *(_facts(x) for x in (self.k, self.v))
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,11 @@ class PagedKVCache:
 
     @cached_property
     def metadata(self) -> tuple:
-        """Shapes, strides, dtypes and devices, hashable: equal for caches that a call treats alike.
+        """Shapes, strides, dtypes, devices and alignment, hashable: equal for caches that a call treats alike.
 
         Computed once: give the tensors no other storage, shape or strides afterwards.
         """
-        return tuple(
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (self.k, self.v, self.k_scale)
-        )
+        return tuple(None if x is None else _facts(x) for x in (self.k, self.v, self.k_scale))
 
     num_pages = property(lambda self: self.k.shape[0])
     page_size = property(lambda self: self.k.shape[1])

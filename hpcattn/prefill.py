@@ -168,7 +168,7 @@ def _resolve(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask, imp
 
 def _check_content(q, kv, block_table, cu_seqlens_q, seq_lens, scales, block_mask) -> None:
     """Starts, lengths and table entries are in range; padded scales and the mask are large enough. Waits."""
-    starts = check_starts(cu_seqlens_q, q.shape[0])
+    starts = check_starts(cu_seqlens_q, q.shape[0], all_used=False)
     q_lens = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True)]
     kv_lens = q_lens
     if seq_lens is not None:

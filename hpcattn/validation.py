@@ -5,6 +5,7 @@ Nothing here reads device memory, except where a function says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,8 +67,8 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
 
 def check_options(check_inputs: str, softmax_scale: float | None) -> None:
     check_value("check_inputs", check_inputs, check_inputs in CHECKS, f"one of {CHECKS}")
-    number = softmax_scale is None or isinstance(softmax_scale, int | float)
-    check_value("softmax_scale", softmax_scale, number, "a number or None")
+    usable = softmax_scale is None or (isinstance(softmax_scale, int | float) and 0 <= softmax_scale < math.inf)
+    check_value("softmax_scale", softmax_scale, usable, "a finite number >= 0, or None")
 
 
 def check_seq_lens(seq_lens: Tensor, device: torch.device | None = None) -> None:
@@ -145,10 +146,13 @@ def check_out(q: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
         check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=torch.float32, device=q.device, contiguous=True)
 
 
-def check_starts(cu_seqlens_q: Tensor, total: int) -> list[int]:
-    """cu_seqlens_q rises from 0 to the number of tokens; gives it as a list. Reads device memory, so it waits."""
+def check_starts(cu_seqlens_q: Tensor, total: int, all_used: bool = True) -> list[int]:
+    """cu_seqlens_q rises from 0 to the number of tokens, or to at most that unless `all_used`; gives it as a list.
+
+    Reads device memory, so it waits.
+    """
     starts = cu_seqlens_q.tolist()
-    rises = starts == sorted(starts) and starts[0] == 0 and starts[-1] == total
+    rises = starts == sorted(starts) and starts[0] == 0 and (total if all_used else 0) <= starts[-1] <= total
     check_value("cu_seqlens_q", starts, rises, f"rising from 0 to {total}, the number of tokens")
     return starts
 
@@ -205,14 +209,14 @@ class Settled:
     def find(self, kv: Any, tensors: Iterable[Tensor | None], scales: Any, options: tuple) -> tuple:
         """(key, what was settled or None). The key is None where the checks must run and say what is wrong.
 
-        kv: a cache or packed keys and values; options: everything else, hashable.
+        kv: a cache or packed keys and values; tensors: the first is q; options: everything else, hashable.
         """
         try:
             tensors = (*tensors, scales.q, scales.k, scales.v) if scales is not None else tensors
             seen = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-            key = (kv.metadata, *seen, scales is None, *options)
+            key = (kv.metadata, tensors[0].data_ptr() % 16, *seen, scales is None, *options)
             return key, self.calls.get(key)
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):  # RuntimeError: a tensor without memory
             return None, None
 
     def keep(self, key: tuple | None, call: Any) -> None:

@@ -95,3 +95,34 @@ def test_opcheck_and_compile(masked, device):
     out = torch.empty_like(eager)
     call = (x.q, x.cache.k, x.cache.v, x.block_table, x.cu_seqlens_q, x.seq_lens, None, None, None, x.block_mask)
     torch.library.opcheck(torch.ops.hpcattn.prefill, (*call, 128**-0.5, "hopper", out, None))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "quant"), cases.FORMATS)
+def test_repeated_calls_of_ordered_work(dtype, quant, masked, device):
+    """Plain calls that differ in addresses only, whose kernels and order are launched with the addresses of each."""
+    q_lens, kv_lens = ((1500,), (2000,)) if masked else ((300, 70, 200), (400, 70, 900))
+    w = Workload(
+        suite="prefill", case="v_mean=1.0", q_lens=q_lens, kv_lens=kv_lens, num_q_heads=16, num_kv_heads=2,
+        dtype=dtype, quant=quant, drop=0.5 * masked,
+    )  # fmt: skip
+    sets = [cases.build(w, device) for _ in range(3)]
+    outputs = [
+        attention_prefill(
+            x.q, x.cache, x.block_table, x.cu_seqlens_q, x.seq_lens, scales=x.scales, block_mask=x.block_mask
+        )
+        for x in sets
+    ]
+    for x, o in zip(sets, outputs, strict=True):
+        assert relative_error(o, x.reference()[0]) < cases.BOUND[dtype]
+
+
+def test_a_mask_of_a_quarter_million_tokens(device):
+    """As wide as a context of 256 Ki tokens; its list of active tiles takes 16 KiB of shared memory."""
+    w = Workload(
+        suite="prefill", case="v_mean=1.0", q_lens=(200,), kv_lens=(262144,), num_q_heads=2, num_kv_heads=1, drop=0.9
+    )
+    x = cases.build(w, device)
+    arguments = (x.q, x.cache, x.block_table, x.cu_seqlens_q, x.seq_lens)
+    o = attention_prefill(*arguments, block_mask=x.block_mask, implementation="hopper")
+    assert relative_error(o, x.reference()[0]) < cases.BOUND["bf16"]

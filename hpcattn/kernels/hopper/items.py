@@ -240,12 +240,13 @@ class Batch:
         second = first - TILE
         if self.mask is not None:
             mask_row = self.mask + request.to(gl.int64) * self.mask_request
-            mask_row += head.to(gl.int64) * self.mask_head + row * self.mask_row
+            mask_row += head.to(gl.int64) * self.mask_head + row.to(gl.int64) * self.mask_row
             tiles = inbox.compact(at, mask_row, tiles)
             if tiles > 0:
                 first = inbox.list_token(at, 0)
                 second = inbox.list_token(at, gl.minimum(tiles - 1, 1))
-        # an item that sees nothing computes a tile of which it sees nothing
+        # an item that sees nothing computes a tile of no keys
+        kv_len = gl.where(tiles > 0, kv_len, 0)
         position = gl.where(tiles > 0, position, -(1 << 24))
         first = gl.where(tiles > 0, first, 0)
         return Item(

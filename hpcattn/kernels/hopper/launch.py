@@ -44,7 +44,7 @@ def matrix_view(x: Tensor) -> tuple[int, int, tuple[int, int, int]] | str:
 def tile_descriptor(x: Tensor, tokens: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
     """A descriptor that copies `tokens` tokens of one page and head, and the view it counts in (`matrix_view`)."""
     if x.data_ptr() % 16:
-        raise ValueError("cache must start at a multiple of 16 bytes: use implementation='portable' for this one")
+        raise ValueError("q, keys and values must start at a multiple of 16 bytes: use implementation='portable'")
     rows, columns, view = matrix_view(x)
     bits = 8 * x.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0 if bits == 32 else 128, element_bitwidth=bits, rank=2)
@@ -109,21 +109,16 @@ class Bound:
                 self.flat.append(arg.data_ptr() if isinstance(arg, Tensor) else arg)
         self.flat += [None] * (len(launch.kernel.arg_names) - len(launch.args))  # constants
 
-    def arguments(self, tensors: Iterable[Tensor | None], bases: Iterable[Tensor]) -> list:
-        """The kernel's arguments with these tensors (None is passed over) and these bases of descriptors, in order."""
+    def arguments(self, tensors: Iterable[Tensor | int | None], bases: Iterable[Tensor]) -> list:
+        """The kernel's arguments with these tensors or addresses (None is passed over) and bases of descriptors."""
         flat = self.flat.copy()
-        pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        pointers = [x if isinstance(x, int) else x.data_ptr() for x in tensors if x is not None]
         for at, pointer in zip(self._tensors, pointers, strict=True):
             flat[at] = pointer
         for index, base in enumerate(bases):
             key = index, base.data_ptr()
             flat[self._descriptors[index][0]] = self._maps.get(key) or self._encode(key, base)
         return flat
-
-    def arguments_of(self, launch: Launch) -> list:
-        """The kernel's arguments for a launch that differs in addresses only."""
-        tensors = [arg for arg in launch.args if isinstance(arg, Tensor)]
-        return self.arguments(tensors, [arg.base for arg in launch.args if isinstance(arg, TensorDescriptor)])
 
     def _encode(self, key: tuple[int, int], base: Tensor) -> Any:
         """The tensor map of a descriptor with another base address."""

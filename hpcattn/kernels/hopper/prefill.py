@@ -91,7 +91,7 @@ def entries_of(batch, item, token, shape):
         return (gl.to_tensor(0),)
     else:
         row = batch.table + item.request.to(gl.int64) * batch.table_stride
-        return page_entries(row, gl.minimum(batch.capacity, item.kv_len), token, TILE, shape.PAGE)
+        return page_entries(row, item.kv_len, token, TILE, shape.PAGE)
 
 
 @gluon.jit
@@ -350,7 +350,8 @@ def row_scale(results, item, w: gl.constexpr, shape, rows: gl.constexpr):
         scale *= gl.load(at, mask=(r < item.rows) & (item.valid != 0), other=1.0)
     if shape.QUANT == "type1":
         scale *= gl.load(results.k_scale)
-    return gl.maximum(scale, 1e-30)  # a scale of 0 would turn -inf into NaN
+    # 0 would turn -inf into NaN; a negative one the maxima into minima
+    return gl.where(scale > 0, scale, gl.where(scale == 0, 1e-30, float("nan")))
 
 
 @gluon.jit
@@ -366,7 +367,8 @@ def store(results, item, w: gl.constexpr, m, l, acc, shape):
     l = gl.where(r < item.rows, l, 1.0)  # rows of nobody may hold anything
     scale = value_scale(results.v_scale, item.head // shape.G, shape.QUANT)
     factor, lse = normalizer(gl.convert_layout(m, rows), l, scale, item.valid != 0)
-    o = (acc * factor[:, None]).to(gl.bfloat16)
+    # a row that has seen nothing is 0, whatever V is where others look
+    o = gl.where((factor == 0)[:, None], 0.0, acc * factor[:, None]).to(gl.bfloat16)
     if shape.QUANT != "none":
         o = fp8.natural_columns(o)
     row = gl.arange(0, 64, gl.SliceLayout(1, o.type.layout)) + 64 * w
@@ -421,7 +423,8 @@ def attend(shared, results, shape, w: gl.constexpr):
                 s = scores_of(shared, st, at_k, shape, 1)
             at_k = shared.k.release(at_k)
             if i == 0:
-                s = masked(s, inbox.read(box), inbox.read(box).second, w)
+                again = inbox.read(box)
+                s = masked(s, again, again.second, w)
             before, old = alpha, m
             m, shift = maxima(s, m, scale, shape.LAZY)
             alpha = gl.exp2(old - shift)
@@ -438,8 +441,7 @@ def attend(shared, results, shape, w: gl.constexpr):
             if shape.TURNS:
                 mbarrier.arrive(shared.turns.index(1 - w))
                 at_turn = at_turn.next(1)
-        shared.q.release(at_q)
-        at_q = at_q.next(1)
+        at_q = shared.q.release(at_q)
         p, l = weights(x, l, alpha)
         p = packed(p, shape, out)
         t, _ = warpgroup_mma_wait(0, deps=[issue_pv(p, shared, at_v, acc, fresh_o, alpha, shape, out), p])

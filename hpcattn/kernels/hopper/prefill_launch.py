@@ -16,7 +16,7 @@ from hpcattn.kernels.portable import order
 from hpcattn.kernels.portable.common import LOG2_E
 from hpcattn.schedule import multiprocessors
 
-MAX_COLUMNS = 2048 - HEADER.value  # of a block mask: the list of its active tiles lies in shared memory
+MAX_COLUMNS = 8192 - HEADER.value  # of a block mask: the list of its active tiles lies in shared memory
 REGISTERS = {1: (240, 48), 2: (232, 40)}  # per thread, of one or two consumer warpgroups and of the four other warps
 
 
@@ -121,8 +121,35 @@ def launches(
     return [*ordering, kernel]
 
 
-_bound: dict[Hashable, list[Bound]] = {}  # what was launched before, by everything but addresses
-MAX_BOUND = 1024
+class Calls:
+    """Launches of a call, repeated with other tensors and a workspace of their own."""
+
+    def __init__(self, steps: list[Launch], call: tuple):
+        self.kernels = [Bound(step) for step in steps]
+        self.bytes = 0
+        self._sources = [[self._source(x, call) for x in step.args if isinstance(x, Tensor)] for step in steps]
+
+    def _source(self, x: Tensor, call: tuple) -> int:
+        """Where an address comes from: the place of a tensor in the call, or ~offset in the workspace."""
+        place = next((i for i, y in enumerate(call) if y is x), None)
+        if place is None:
+            self.bytes = x.untyped_storage().nbytes()
+            place = ~(x.storage_offset() * x.element_size())
+        return place
+
+    def arguments(self, call: tuple, bases: tuple) -> tuple[list[list], Tensor | None]:
+        """Arguments of each kernel, and the workspace; bases: of the descriptors, all of which the last kernel has."""
+        workspace = torch.empty(self.bytes, dtype=torch.uint8, device=call[0].device) if self.bytes else None
+        start = workspace.data_ptr() if self.bytes else 0
+        found = []
+        for kernel, sources in zip(self.kernels, self._sources, strict=True):
+            addresses = [start + ~i if i < 0 else call[i] for i in sources]
+            found.append(kernel.arguments(addresses, bases if kernel is self.kernels[-1] else ()))
+        return found, workspace
+
+
+_calls: dict[Hashable, Calls] = {}  # what was launched before, by everything but addresses
+MAX_CALLS = 1024
 
 
 def prepare(
@@ -137,9 +164,9 @@ def prepare(
     call = (q, k, v, block_table, cu_seqlens_q, seq_lens, q_scale, k_scale, v_scale, block_mask)
     call += (softmax_scale, out, lse)
     type0 = k_scale is not None and k_scale.dim() == 4
-    ordered = cu_seqlens_q.shape[0] > 2 or block_mask is not None  # perhaps: in memory of the call's own
     aligned = [q, k, v, out, *([k_scale] if type0 else [])]
-    aligned += [x for x in (cu_seqlens_q, seq_lens, block_mask) if ordered and x is not None]
+    if cu_seqlens_q.shape[0] > 2 or block_mask is not None:  # read by kernels that Triton compiles for alignment
+        aligned += [x for x in (cu_seqlens_q, seq_lens, block_mask) if x is not None]
     if not q.is_cuda or any(x.data_ptr() % 16 for x in aligned):
         steps = launches(*call)
         return lambda: [step.run(q.device) for step in steps]
@@ -147,22 +174,15 @@ def prepare(
         tensors = (q, k, v, block_table, cu_seqlens_q, q_scale, k_scale, block_mask)
         key = tuple(None if x is None else (x.shape, x.stride()) for x in tensors)
         key += (q.device, q.dtype, seq_lens is None, softmax_scale, lse is None)
-    kernels, steps = _bound.get(key), None
-    if kernels is None or ordered:
-        steps = launches(*call)
-    if kernels is None:
-        if len(_bound) >= MAX_BOUND:
-            _bound.clear()
-        kernels = _bound[key] = [Bound(step) for step in steps]
-    if ordered:
-        call += steps[-1].args
-        arguments = [kernel.arguments_of(step) for kernel, step in zip(kernels, steps, strict=True)]
-    else:
-        tensors = (None if type0 else k_scale, q_scale, v_scale, cu_seqlens_q, seq_lens, block_table, out, lse)
-        arguments = [kernels[0].arguments(tensors, (q, k, v, k_scale) if type0 else (q, k, v))]
+    if key not in _calls:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        _calls[key] = Calls(launches(*call), call)
+    calls = _calls[key]
+    arguments, workspace = calls.arguments(call, (q, k, v, k_scale) if type0 else (q, k, v))
 
-    def run(tensors=call, device=q.device.index):  # their addresses are in the arguments: `tensors` keeps them alive
-        for kernel, flat in zip(kernels, arguments, strict=True):
+    def run(tensors=(*call, workspace), device=q.device.index):  # whose addresses the arguments are: kept alive
+        for kernel, flat in zip(calls.kernels, arguments, strict=True):
             kernel(flat, device)
 
     return run

@@ -148,7 +148,8 @@ def store_result(
     r = first + row_ids(n, D)[:, None]
     row = result_row(request, r // G, head, r % G, S, G, num_kv_heads)
     d = gl.arange(0, D, gl.SliceLayout(0, acc.type.layout))[None, :]
-    gl.store(o + row * D + d, (acc * factor).to(gl.bfloat16), mask=r < S * G)
+    # a row that has seen nothing is 0, whatever V is where others look
+    gl.store(o + row * D + d, gl.where(factor == 0, 0.0, acc * factor).to(gl.bfloat16), mask=r < S * G)
     if lse is not None:
         gl.store(lse + row, row_lse, mask=r < S * G)
 

@@ -98,7 +98,7 @@ def finish(m, l, acc, v_scale_ptr, head, QUANT: tl.constexpr):
     elif QUANT == "type1":
         inverse = inverse * (tl.load(v_scale_ptr) / P_SCALE)
     lse = tl.where(seen, (m + tl.log2(l)) * LN_2, NEG_INF)
-    return acc * inverse[:, None], lse
+    return tl.where(seen[:, None], acc * inverse[:, None], 0.0), lse
 
 
 @jit

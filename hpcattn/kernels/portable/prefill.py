@@ -61,7 +61,7 @@ def prefill_kernel(
     start = tl.load(a.cu_seqlens_q + request)
     q_len = tl.load(a.cu_seqlens_q + request + 1) - start
     first = (tl.program_id(0) - first_program) * BLOCK_M
-    if first < q_len:
+    if (first >= 0) & (first < q_len):  # tokens before the first request are nobody's
         kv_len = q_len
         valid = q_len >= 0
         if a.seq_lens is not None:
