@@ -68,7 +68,7 @@ def check_heads(num_q_heads: int, num_kv_heads: int) -> None:
 def check_options(check_inputs: str, softmax_scale: float | None) -> None:
     check_value("check_inputs", check_inputs, check_inputs in CHECKS, f"one of {CHECKS}")
     usable = softmax_scale is None or (isinstance(softmax_scale, int | float) and 0 <= softmax_scale < math.inf)
-    check_value("softmax_scale", softmax_scale, usable, "a finite number >= 0, or None")
+    check_value("softmax_scale", softmax_scale, usable, "a number >= 0, or None")
 
 
 def check_seq_lens(seq_lens: Tensor, device: torch.device | None = None) -> None:

@@ -264,7 +264,7 @@ def load_query(rows, requests, segment, cost, shape, mma: gl.constexpr):
     )
     request, head = segment.request, segment.head
     r = rows.first + gl.arange(0, shape.N, gl.SliceLayout(1, layout))
-    at = (request.to(gl.int64) * S + r // G) * rows.token_stride + (head * G + r % G) * rows.head_stride
+    at = (request.to(gl.int64) * S + r // G) * rows.token_stride + (head * G + r % G).to(gl.int64) * rows.head_stride
     d = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
     q = gl.load(rows.q + at[:, None] + d[None, :], mask=(r < S * G)[:, None], other=0.0)
     scale = gl.full([shape.N], rows.softmax_scale_log2, gl.float32, gl.SliceLayout(0, mma))
