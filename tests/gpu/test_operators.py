@@ -178,6 +178,6 @@ def test_compiled_and_opcheck(step):
 
     assert torch.equal(torch.compile(model, fullgraph=True)(*tensors), model(*tensors))
     q = step["q"]
-    flat = (*tensors, *[None] * 7, 1, 2, 128**-0.5, 2, 1, "portable", None, torch.empty_like(q), None)
+    flat = (*tensors, *[None] * 7, 1, 1, 2, 128**-0.5, 2, 1, "portable", None, torch.empty_like(q), None)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.hpcattn.decode.default, flat, test_utils=tests)
