@@ -385,7 +385,9 @@ def test_the_records_bear_out_the_text():
     long = {name: us[name, (512, 32768)] for name in lab.CONFIGS}
     assert long["one"] > 1.05 * long["lazy"], "the second warpgroup is worth most"
     assert long["eager"] > long["lazy"], "lazy rescaling helps"
-    assert all(us[name, shape] > 0.97 * us["lazy", shape] for name, shape in us), "the library's is among the best"
+    assert all(us[name, shape] > 0.96 * us["lazy", shape] for name, shape in us), "the library's is among the best"
+    turns = {shape: us["turns_k3", shape] / us["lazy", shape] for shape in lab.SHAPES}
+    assert turns[512, 4096] < 1 < turns[16384, 16384] < 1.04, "turns gain a little or lose a little"
     for (name, shape), time in us.items():
         tflop_per_s = lab.workload(*shape).flops / time * 1e-6
         assert tflop_per_s < 1.05 * Ceilings.load().tflop_bf16, (name, shape)
