@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -332,17 +330,9 @@ def prefill_call(x: Inputs, mask: Tensor | None) -> Callable[[], Tensor]:
 
 
 def compile_ahead(quants: Sequence[str], shapes: Sequence[tuple[int, int]], heads: tuple[int, int]) -> None:
-    """Compile the kernels to Triton's cache, each in a process of its own: one after the other takes half a minute."""
-    code = "import sys; from hpcattn.lessons import block_sparsity as lab; lab.launch_once(*sys.argv[1:])"
+    """`recording.in_processes` of the kernels of these shapes, without a mask and with one."""
     columns = sorted({-(-kv_len // MASK_TILE) for _, kv_len in shapes})
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    variants = [[quant, str(n), *map(str, heads)] for quant in quants for n in (0, *columns)]
-    jobs = [subprocess.Popen([sys.executable, "-c", code, *variant], **quiet) for variant in variants]
-    for job in jobs:
-        try:  # what a failed one leaves out is compiled when it is needed
-            job.wait(timeout=120)
-        except subprocess.TimeoutExpired:
-            job.kill()
+    recording.in_processes(launch_once, [[quant, str(n), *map(str, heads)] for quant in quants for n in (0, *columns)])
 
 
 def launch_once(quant: str, columns: str, num_q_heads: str, num_kv_heads: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -286,16 +284,6 @@ def compiled(quant: str = "type1", config: str = "k3v2_turns") -> Compiled:
     return Variant.from_launch(f"prefill, {quant}, {config}", step.kernel, *step.args, **step.options).compile()
 
 
-def compile_ahead(quants: Sequence[str], configs: Sequence[str]) -> None:
-    """Compile the variants to Triton's cache, each in a process of its own: one after the other takes a minute."""
-    code = "import sys; from hpcattn.lessons.fp8_prefill import compiled; compiled(*sys.argv[1:])"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": Path(__file__).parents[2]}
-    pairs = [(quant, config) for quant in quants for config in configs]
-    jobs = [subprocess.Popen([sys.executable, "-c", code, *pair], **quiet) for pair in pairs]
-    for job in jobs:
-        job.wait()  # what a failed one leaves out is compiled when it is needed
-
-
 def measure_all(
     device: torch.device | str = "cuda",
     *,
@@ -318,7 +306,7 @@ def measure_all(
     """
     origin = provenance(device, new_run_id(), commit)
     if is_cuda(device):
-        compile_ahead(quants, configs)
+        recording.in_processes(compiled, [(quant, config) for quant in quants for config in configs])
     found = [*_sums(error_keys, sum_programs, device)]
     found += _errors(error_queries, error_keys, heads, device)
     for quant in quants:

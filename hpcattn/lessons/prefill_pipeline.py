@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -439,18 +437,6 @@ def compiled(config: str = LIBRARY) -> Compiled:
     return Variant.from_launch(f"prefill, {config}", step.kernel, *step.args, **step.options).compile()
 
 
-def compile_ahead(configs: Sequence[str]) -> None:
-    """Compile the variants to Triton's cache, each in a process of its own: one after the other takes half a minute."""
-    code = "import sys; from hpcattn.lessons.prefill_pipeline import compiled; compiled(*sys.argv[1:])"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": Path(__file__).parents[2]}
-    jobs = [subprocess.Popen([sys.executable, "-c", code, name], **quiet) for name in configs]
-    for job in jobs:
-        try:  # what a failed one leaves out is compiled when it is needed
-            job.wait(timeout=120)
-        except subprocess.TimeoutExpired:
-            job.kill()
-
-
 def measure_all(
     device: torch.device | str = "cuda",
     *,
@@ -468,7 +454,7 @@ def measure_all(
     """
     origin = provenance(device, new_run_id(), commit)
     if is_cuda(device):
-        compile_ahead([*configs, "ragged"])
+        recording.in_processes(compiled, [[name] for name in (*configs, "ragged")])
     found: list[dict] = []
     for shape in shapes:
         makers = {name: lambda x, name=name: prefill_call(x, CONFIGS[name]) for name in configs}

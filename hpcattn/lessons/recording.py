@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -11,10 +14,26 @@ from hpcattn.bench.suites import BOUNDS
 from hpcattn.bench.timing import Timing
 from hpcattn.bench.workloads import Workload
 
-__all__ = ["BF16_BOUND", "RECORDED", "append", "by_case", "checked", "newest", "row"]
+__all__ = ["BF16_BOUND", "RECORDED", "append", "by_case", "checked", "in_processes", "newest", "row"]
 
 RECORDED = records.DATA / "h200" / "lessons.csv"
 BF16_BOUND = BOUNDS["bf16"]  # of the relative error of o
+
+
+def in_processes(function: Callable, calls: Iterable[Sequence[str]]) -> None:
+    """Call a module's function with strings, each call in a process of its own.
+
+    To compile kernels to Triton's cache: one after the other they take a minute. What a failed call leaves out is
+    compiled when it is needed.
+    """
+    code = f"import sys; from {function.__module__} import {function.__name__} as f; f(*sys.argv[1:])"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": Path(__file__).parents[2]}
+    jobs = [subprocess.Popen([sys.executable, "-c", code, *call], **quiet) for call in calls]
+    for job in jobs:
+        try:
+            job.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            job.kill()
 
 
 def checked(error: float, what: str) -> float:

@@ -332,21 +332,6 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
         lab.measure_all("cpu", **TINY)
 
 
-def test_variants_are_compiled_ahead_in_processes(monkeypatch):
-    started = []
-
-    class Job:
-        def __init__(self, command, **options):
-            started.append(command[-1])
-
-        def wait(self, timeout):
-            return 1  # not fatal
-
-    monkeypatch.setattr(lab.subprocess, "Popen", Job)
-    lab.compile_ahead(["lazy", "ragged"])
-    assert started == ["lazy", "ragged"]
-
-
 @pytest.mark.parametrize(
     ("name", "work"),
     [("one", lab.workload(512, 4096)), ("lazy", lab.workload(4096, 4096)), ("ragged", lab.ragged())],

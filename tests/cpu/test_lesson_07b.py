@@ -245,21 +245,6 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
         list(lab._times(lab.workload(20, 40, heads=(1, 1)), {"k3v2": lab.CONFIGS["k3v2"]}, "cpu", 1, 0))
 
 
-def test_variants_are_compiled_ahead_in_processes(monkeypatch):
-    started = []
-
-    class Job:
-        def __init__(self, command, **options):
-            started.append(command[-2:])
-
-        def wait(self):
-            return 1  # not fatal
-
-    monkeypatch.setattr(lab.subprocess, "Popen", Job)
-    lab.compile_ahead(lab.QUANTS, ("k2v2", "k3v2"))
-    assert started == [[quant, name] for quant in lab.QUANTS for name in ("k2v2", "k3v2")]
-
-
 def test_nothing_recorded_is_no_error(tmp_path):
     rows = lab.recorded(tmp_path / "none.csv")
     assert rows.empty and lab.times_of(rows) == {}

@@ -1,13 +1,14 @@
 import dataclasses
 import json
 import math
+import os
 
 import pytest
 import triton.language as tl
 
 from hpcattn import lessons
 from hpcattn.kernels.jit import jit
-from hpcattn.lessons import predictions
+from hpcattn.lessons import predictions, recording
 from hpcattn.machine import machine
 
 
@@ -238,3 +239,9 @@ def test_table_aligns_text_and_escapes_html():
     ]
     html = table._repr_html_()
     assert "a&lt;b" in html and "measured &amp; shown" in html and html.count("<tr>") == 3
+
+
+def test_functions_run_in_processes_of_their_own(tmp_path):
+    paths = [tmp_path / "a", tmp_path / "missing" / "b", tmp_path / "c"]
+    recording.in_processes(os.mkdir, [[str(path)] for path in paths])
+    assert [path.is_dir() for path in paths] == [True, False, True], "what fails does not stop the others"
