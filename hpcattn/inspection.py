@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -98,8 +98,7 @@ class Compiled:
     @cached_property
     def opcodes(self) -> Counter[str]:
         """How often each SASS opcode, with its modifiers, occurs in the code."""
-        line = re.compile(r"[^\t]*\t(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[\w.]+)?)")
-        return Counter(m[1] for m in map(line.match, self.sass.splitlines()) if m)
+        return Counter(m[1] + m[2] for m in map(_INSTRUCTION.match, self.sass.splitlines()) if m)
 
     def families(self) -> dict[str, int]:
         """Opcode counts without modifiers, for the families of `GLOSSARY` that occur, in its order."""
@@ -107,6 +106,32 @@ class Compiled:
         for opcode, n in self.opcodes.items():
             count[_family(opcode)] += n
         return {family: count[family] for family in GLOSSARY if count[family]}
+
+
+_INSTRUCTION = re.compile(r"[^\t]*\t(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.[\w.]+)?)")
+
+
+def opcode_of(line: str) -> str:
+    """Of a line of SASS, without modifiers; empty for what is no instruction."""
+    match = _INSTRUCTION.match(line)
+    return match[1] if match else ""
+
+
+def count_opcodes(lines: Iterable[str]) -> Counter[str]:
+    """How often each opcode, without modifiers, occurs in lines of SASS."""
+    return Counter(filter(None, map(opcode_of, lines)))
+
+
+def branches(lines: Sequence[str]) -> list[tuple[int, int]]:
+    """(line of a branch, line of its label) of every branch to a label among the lines of SASS."""
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"LBB\d+:$", line)}
+    found = ((i, labels.get(m[1])) for i, line in enumerate(lines) if (m := re.search(r"BRA (LBB\d+)", line)))
+    return [(at, target) for at, target in found if target is not None]
+
+
+def loops(lines: Sequence[str]) -> list[tuple[int, int]]:
+    """(first line, last line) of every loop: a branch backwards."""
+    return [(target, at) for at, target in branches(lines) if target < at]
 
 
 def _family(opcode: str) -> str:

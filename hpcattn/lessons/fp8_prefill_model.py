@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpcattn.bench import records
-from hpcattn.inspection import Compiled
+from hpcattn.inspection import Compiled, branches, count_opcodes, loops
 from hpcattn.kernels.hopper.prefill_launch import Config
 from hpcattn.lessons import recording
 from hpcattn.lessons.recording import RECORDED
@@ -73,7 +73,7 @@ def consumer_loop(kernel: Compiled) -> list[Section]:
     assert len(waits) == 2
     cuts = [0, *waits, len(body)]
     names = ("exponentials", "maxima", "accumulation")
-    return [Section(name, _count(body[a:b])) for name, a, b in zip(names, cuts[:-1], cuts[1:], strict=True)]
+    return [Section(name, count_opcodes(body[a:b])) for name, a, b in zip(names, cuts[:-1], cuts[1:], strict=True)]
 
 
 class ScaleReads(NamedTuple):
@@ -93,14 +93,11 @@ def scale_reads(kernel: Compiled) -> ScaleReads:
 
 def _loop_body(kernel: Compiled) -> list[str]:
     lines = kernel.sass.splitlines()
-    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"LBB\d+:$", line)}
-    jumps = [(i, labels.get(m[1], -1)) for i, line in enumerate(lines) if (m := re.search(r"BRA (LBB\d+)", line))]
-    loops = [(start, stop) for stop, start in jumps if 0 <= start < stop]
-    loops = [x for x in loops if _count(lines[x[0] : x[1]])["MUFU"] >= 64 and _products(lines, *x) == 2]
-    start, stop = min(loops, key=lambda x: x[1] - x[0])
+    found = [x for x in loops(lines) if count_opcodes(lines[slice(*x)])["MUFU"] >= 64 and _products(lines, *x) == 2]
+    start, stop = min(found, key=lambda x: x[1] - x[0])
     skipped: set[int] = set()
-    for at, target in jumps:
-        if start < at < target <= stop and _count(lines[at:target])["FSEL"] >= 60:
+    for at, target in branches(lines):
+        if start < at < target <= stop and count_opcodes(lines[at:target])["FSEL"] >= 60:
             skipped = set(range(at + 1, target))
     return [line for i, line in enumerate(lines[start : stop + 1], start) if i not in skipped]
 
@@ -108,20 +105,13 @@ def _loop_body(kernel: Compiled) -> list[str]:
 def transposer_issue(kernel: Compiled) -> int:
     """Issue slots of a transposer warp's loop over tiles."""
     lines = kernel.sass.splitlines()
-    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"LBB\d+:$", line)}
-    jumps = [(i, labels.get(m[1], i)) for i, line in enumerate(lines) if (m := re.search(r"BRA (LBB\d+)", line))]
-    bodies = [_count(lines[start : stop + 1]) for stop, start in jumps if start < stop]
+    bodies = [count_opcodes(lines[start : stop + 1]) for start, stop in loops(lines)]
     return min(body.total() for body in bodies if body["LDSM"] >= 16)
 
 
 def _products(lines: Sequence[str], start: int, stop: int) -> int:
     """Groups of wgmma that are waited for between two lines."""
     return sum("WARPGROUP.DEPBAR" in line for line in lines[start:stop])
-
-
-def _count(lines: Sequence[str]) -> Counter[str]:
-    pattern = re.compile(r"[^\t]*\t(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
-    return Counter(m[1] for m in map(pattern.match, lines) if m)
 
 
 # --- Two warpgroups ---------------------------------------------------------------------------------------------------

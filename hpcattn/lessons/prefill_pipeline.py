@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +20,13 @@ from hpcattn.bench.provenance import is_cuda, l2_bytes, new_run_id, provenance
 from hpcattn.bench.records import Record
 from hpcattn.bench.timing import copies_to_exceed_l2, measure, timer_for
 from hpcattn.bench.workloads import Inputs, Workload
-from hpcattn.inspection import Compiled, Variant
+from hpcattn.inspection import Compiled, Variant, branches, count_opcodes, loops, opcode_of
 from hpcattn.kernels.hopper.launch import Bound, Launch
 from hpcattn.kernels.hopper.prefill_launch import Config, launches
 from hpcattn.kernels.portable import order
 from hpcattn.lessons import block_sparsity, recording
 from hpcattn.lessons.block_sparsity import SMS, Fit, makespan
 from hpcattn.lessons.fp8_prefill_model import Costs, Section, Span, clocks_per_tile, simulate
-from hpcattn.lessons.recording import RECORDED
 from hpcattn.prefill import prepare_prefill
 from hpcattn.reference import relative_error
 
@@ -91,41 +88,28 @@ class Loop(NamedTuple):
 
 
 NAMES = ("exponentials", "maxima", "accumulation")
-_OPCODE = re.compile(r"[^\t]*\t(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 RARE = 60  # of one opcode in a block: one for each of 64 registers, give or take what the compiler merges
 
 
 def loop_of(kernel: Compiled) -> Loop:
     """Of a bf16 kernel: the shortest loop with a tile's exponentials and two waits for products."""
     lines = kernel.sass.splitlines()
-    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"LBB\d+:$", line)}
-    jumps = [(i, labels.get(m[1], -1)) for i, line in enumerate(lines) if (m := re.search(r"BRA (LBB\d+)", line))]
     waits = [i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line]
-    loops = [(stop, at) for at, stop in jumps if 0 <= stop < at]
-    loops = [x for x in loops if _count(lines[slice(*x)])["MUFU"] >= 64 and sum(x[0] < w < x[1] for w in waits) == 2]
-    start, stop = min(loops, key=lambda x: x[1] - x[0])
+    found = [x for x in loops(lines) if count_opcodes(lines[slice(*x)])["MUFU"] >= 64]
+    found = [x for x in found if sum(x[0] < w < x[1] for w in waits) == 2]
+    start, stop = min(found, key=lambda x: x[1] - x[0])
     around: dict[str, set[int]] = {"FSEL": set(), "FMUL": set()}
-    for at, target in jumps:
+    for at, target in branches(lines):
         if start < at < target <= stop:
             for opcode, rows in around.items():
-                if _count(lines[at:target])[opcode] >= RARE:
+                if count_opcodes(lines[at:target])[opcode] >= RARE:
                     rows |= set(range(at + 1, target))
     rare = around["FSEL"] | around["FMUL"]
     cuts = [start, *(w for w in waits if start < w < stop), stop + 1]
     parts = [[lines[i] for i in range(a, b) if i not in rare] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-    mask, rescale = (_count(lines[i] for i in around[opcode]).total() for opcode in ("FSEL", "FMUL"))
-    sections = [Section(name, _count(part)) for name, part in zip(NAMES, parts, strict=True)]
+    mask, rescale = (count_opcodes(lines[i] for i in around[opcode]).total() for opcode in ("FSEL", "FMUL"))
+    sections = [Section(name, count_opcodes(part)) for name, part in zip(NAMES, parts, strict=True)]
     return Loop(sections, mask, rescale, lines[start : stop + 1], [kind for x in parts[0] if (kind := kind_of(x))])
-
-
-def opcode_of(line: str) -> str:
-    """Of a line of SASS, without modifiers; empty for what is no instruction."""
-    match = _OPCODE.match(line)
-    return match[1] if match else ""
-
-
-def _count(lines: Iterable[str]) -> Counter[str]:
-    return Counter(filter(None, map(opcode_of, lines)))
 
 
 def kind_of(line: str) -> str:
@@ -481,28 +465,11 @@ def _times(
     sets = work.build_many(copies_to_exceed_l2(work.bytes_moved, l2_bytes(device)), device, poison=False)
     calls = {name: [make(x) for x in sets] for name, make in makers.items()}
     for name, timing in measure("steady", calls, timer_for(device), replays=replays, warmup=warmup).items():
-        columns = ("median_us", "p10_us", "p90_us", "floor_us", "sm_clock_mhz")
-        times = {column: getattr(timing, column) for column in columns}
-        key = work.key | {"case": f"{PREFIX}{name}_{work.case}"}
-        yield dict(
-            **key, schedule="-", implementation="hopper", protocol="steady", rel_error=errors[name],
-            tflop_per_s=work.flops / timing.median_us * 1e-6, **times,
-        )  # fmt: skip
+        yield recording.prefill_row(f"{PREFIX}{name}_{work.case}", timing, errors[name], work)
 
 
-def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs) -> pd.DataFrame:
-    """`measure_all(**kwargs)`, appended to a CSV file of table `records`."""
-    return recording.append(path, measure_all(commit=commit or None, **kwargs))
-
-
-def recorded(path: Path | str = RECORDED) -> dict[str, pd.Series]:
-    """The newest recorded row of each case of this lesson, by its name without prefix; empty before the first."""
-    return recording.newest(path, PREFIX)
-
-
-def by_case(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """The last row of each case of this lesson, by its name without prefix."""
-    return recording.by_case(frame, PREFIX)
+_lesson = recording.LessonRows(PREFIX, measure_all)
+record, recorded, by_case = _lesson.record, _lesson.recorded, _lesson.by_case
 
 
 def times_of(rows: Mapping[str, pd.Series]) -> dict[tuple[str, tuple[int, int]], float]:
@@ -513,11 +480,7 @@ def times_of(rows: Mapping[str, pd.Series]) -> dict[tuple[str, tuple[int, int]],
 
 def suite_times() -> dict[tuple[int, int], float]:
     """µs of the library's bf16 prefill by shape, from the records of the suite `prefill`, NHD."""
-    frame = figures.recorded("prefill")
-    same = {"dtype": "bf16", "layout": "NHD", "protocol": "steady", "implementation": "hopper"}
-    for column, value in same.items():
-        frame = frame[frame[column] == value]
-    us = {row.case: float(row.median_us) for row in records.latest(frame).itertuples()}
+    us = recording.suite_times(figures.recorded("prefill"), dtype="bf16", implementation="hopper")
     cases = {shape: f"{shape[0]}x{shape[1]}" for shape in SHAPES}
     return {shape: us[case] for shape, case in cases.items() if case in us}
 

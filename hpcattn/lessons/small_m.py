@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -29,7 +28,7 @@ from hpcattn.inspection import Compiled, Variant, compile_kernel
 from hpcattn.kernels.portable.common import LOG2_E
 from hpcattn.kernels.portable.decode import PLAN_TILE, Rows, merge_kernel, num_floats
 from hpcattn.lessons import recording
-from hpcattn.lessons.recording import BF16_BOUND, RECORDED, checked
+from hpcattn.lessons.recording import BF16_BOUND, checked
 from hpcattn.lessons.small_m_kernels import layout_probe, padded_kernel, swapped_kernel
 from hpcattn.reference import relative_error
 from hpcattn.schedule import multiprocessors, saturating_splits
@@ -329,19 +328,8 @@ def _row(case: str, timing: Timing, error: float, work: Workload | None) -> dict
     return recording.row(PREFIX + case, timing, error, work, page_size=TILE, schedule="static")
 
 
-def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs) -> pd.DataFrame:
-    """`measure_all(**kwargs)`, appended to a CSV file of table `records`."""
-    return recording.append(path, measure_all(commit=commit or None, **kwargs))
-
-
-def recorded(path: Path | str = RECORDED) -> dict[str, pd.Series]:
-    """The newest recorded row of each case of this lesson, by its name without `small_m_`; empty before the first."""
-    return recording.newest(path, PREFIX)
-
-
-def by_case(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """The last row of each case of this lesson, by its name without `small_m_`."""
-    return recording.by_case(frame, PREFIX)
+_lesson = recording.LessonRows(PREFIX, measure_all)
+record, recorded, by_case = _lesson.record, _lesson.recorded, _lesson.by_case
 
 
 # --- The exercise ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from hpcattn.inspection import Compiled, Variant
 from hpcattn.kernels.hopper.launch import Launch
 from hpcattn.lessons import recording
 from hpcattn.lessons import split_k_kernels as kernels
-from hpcattn.lessons.recording import BF16_BOUND, RECORDED, checked
+from hpcattn.lessons.recording import BF16_BOUND, checked
 from hpcattn.reference import relative_error
 from hpcattn.schedule import RESIDENT_CLUSTERS, plan_decode, plan_decode_reference, small_pair
 
@@ -498,19 +497,8 @@ def _row(case: str, timing: Timing, error: float, work: Workload | None) -> dict
     )
 
 
-def record(path: Path | str = RECORDED, *, commit: str = "", **kwargs) -> pd.DataFrame:
-    """`measure_all(**kwargs)`, appended to a CSV file of table `records`."""
-    return recording.append(path, measure_all(commit=commit or None, **kwargs))
-
-
-def recorded(path: Path | str = RECORDED) -> dict[str, pd.Series]:
-    """The newest recorded row of each case of this lesson, by its name without `splitk_`; empty before the first."""
-    return recording.newest(path, PREFIX)
-
-
-def by_case(frame: pd.DataFrame) -> dict[str, pd.Series]:
-    """The last row of each case of this lesson, by its name without `splitk_`."""
-    return recording.by_case(frame, PREFIX)
+_lesson = recording.LessonRows(PREFIX, measure_all)
+record, recorded, by_case = _lesson.record, _lesson.recorded, _lesson.by_case
 
 
 # --- The exercises ---------------------------------------------------------------------------------------------------

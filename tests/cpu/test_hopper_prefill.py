@@ -21,7 +21,7 @@ from hpcattn import (
 )
 from hpcattn.bench.workloads import Workload
 from hpcattn.cache import flatten_scales
-from hpcattn.inspection import variants
+from hpcattn.inspection import loops, variants
 from hpcattn.kernels.hopper import prefill_launch as hopper
 from hpcattn.validation import Settled
 
@@ -278,9 +278,7 @@ def test_configuration(quant, blocks, expected):
 def consumer_loops(sass: str) -> list[str]:
     """The code of every loop that computes a tile's exponentials."""
     lines = sass.splitlines()
-    labels = {line[:-1]: i for i, line in enumerate(lines) if re.match(r"LBB\d+:$", line)}
-    jumps = ((labels.get(m[1], math.inf), i) for i, line in enumerate(lines) if (m := re.search(r"BRA (LBB\d+)", line)))
-    bodies = ["\n".join(lines[start : stop + 1]) for start, stop in jumps if start < stop]
+    bodies = ["\n".join(lines[start : stop + 1]) for start, stop in loops(lines)]
     bodies = [b for b in bodies if b.count("MUFU.EX2") >= 64 and "MMA.64x" in b]
     shortest = min(map(len, bodies))
     return [b for b in bodies if len(b) < 1.5 * shortest]

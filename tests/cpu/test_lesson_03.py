@@ -2,28 +2,20 @@
 
 import functools
 import math
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lesson_cases import defined_in
 
 from hpcattn.bench import figures
 from hpcattn.lessons import exercise
 from hpcattn.lessons.online import State, check_merge, empty_state, state_of
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-
 
 def merge_in(notebook: str):
-    """The function `merge` as the notebook defines it; the exercise call below it is left out."""
-    cells = nbformat.read(NOTEBOOKS / notebook, as_version=4).cells
-    (source,) = (c.source for c in cells if c.cell_type == "code" and "def merge(" in c.source)
-    names = {"State": State, "torch": torch, "math": math}
-    exec(source.partition("\n\n\nexercise(")[0], names)
-    return names["merge"]
+    return defined_in(notebook, "merge", State=State, torch=torch, math=math)
 
 
 solution = merge_in("solutions/03_online_softmax.ipynb")

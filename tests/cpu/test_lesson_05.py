@@ -2,12 +2,11 @@
 
 import importlib.util
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import pytest
 import torch
+from lesson_cases import defined_in
 
 from hpcattn.bench import records, timing
 from hpcattn.bench.ceilings import Ceilings
@@ -16,20 +15,10 @@ from hpcattn.lessons import exercise, small_m, small_m_kernels
 from hpcattn.lessons.small_m import Decode, check_place, ctas_per_sm, loop_opcodes, place_of, tile_budget, workload
 from hpcattn.reference import relative_error
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 KINDS = ("padded", "swapped")
 
 
 # --- The exercise -----------------------------------------------------------------------------------------------------
-
-
-def place_in(notebook: str):
-    """The function `place` as the notebook defines it; the exercise call below it is left out."""
-    cells = nbformat.read(NOTEBOOKS / notebook, as_version=4).cells
-    (source,) = (c.source for c in cells if c.cell_type == "code" and "def place(" in c.source)
-    names = {}
-    exec(source.partition("\n\n\nexercise(")[0], names)
-    return names["place"]
 
 
 def one_product_only(thread, register, n):
@@ -54,11 +43,11 @@ def not_a_pair(thread, register, n):
 
 
 def test_the_stub_is_not_attempted():
-    assert exercise(check_place, place_in("05_small_m_wgmma.ipynb")).status == "not attempted"
+    assert exercise(check_place, defined_in("05_small_m_wgmma.ipynb", "place")).status == "not attempted"
 
 
 def test_the_solution_passes():
-    assert exercise(check_place, place_in("solutions/05_small_m_wgmma.ipynb")).passed
+    assert exercise(check_place, defined_in("solutions/05_small_m_wgmma.ipynb", "place")).passed
 
 
 @pytest.mark.parametrize("mutant", [one_product_only, forgets_the_warp, rows_before_columns, transposed, not_a_pair])

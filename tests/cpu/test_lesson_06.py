@@ -7,9 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import pytest
 import torch
+from lesson_cases import cell_of, defined_in
 
 from hpcattn import schedule
 from hpcattn.bench import figures, records, timing
@@ -21,21 +21,7 @@ from hpcattn.lessons import split_k as lab
 from hpcattn.lessons.split_k import Merge, Piece, Rates, makespan, simulate
 from hpcattn.reference import relative_error
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NOTEBOOK = "06_split_k_dsm.ipynb"
-
-
-def cell_of(notebook: str, name: str) -> str:
-    """The source of the cell that defines `name`, without the exercise call below it."""
-    cells = nbformat.read(NOTEBOOKS / notebook, as_version=4).cells
-    (source,) = (c.source for c in cells if c.cell_type == "code" and f"def {name}(" in c.source)
-    return source.partition("\n\n\nexercise(")[0]
-
-
-def defined_in(notebook: str, name: str):
-    names = {"accumulate": accumulate}
-    exec(cell_of(notebook, name), names)
-    return names[name]
 
 
 # --- The exercises ----------------------------------------------------------------------------------------------------
@@ -95,13 +81,13 @@ WRONG_PLANS = [
 
 
 def test_the_stubs_are_not_attempted():
-    assert exercise(lab.check_plan, defined_in(NOTEBOOK, "plan")).status == "not attempted"
+    assert exercise(lab.check_plan, defined_in(NOTEBOOK, "plan", accumulate=accumulate)).status == "not attempted"
     stub = defined_in(NOTEBOOK, "bytes_expected")
     assert exercise(lab.check_bytes_expected, stub).status == "not attempted"
 
 
 def test_the_solutions_pass():
-    assert exercise(lab.check_plan, defined_in(f"solutions/{NOTEBOOK}", "plan")).passed
+    assert exercise(lab.check_plan, defined_in(f"solutions/{NOTEBOOK}", "plan", accumulate=accumulate)).passed
     assert exercise(lab.check_bytes_expected, defined_in(f"solutions/{NOTEBOOK}", "bytes_expected")).passed
     assert exercise(lab.check_plan, right_plan).passed
 

@@ -1,12 +1,10 @@
 """Lesson 07a: its checker, its models of a tile and of 132 SMs, what it says about SASS, and its records."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import nbformat
 import numpy as np
 import pytest
 import torch
+from lesson_cases import NOTEBOOKS, compute_nothing, defined_in
 
 from hpcattn.bench import records
 from hpcattn.bench.ceilings import Ceilings
@@ -18,18 +16,8 @@ from hpcattn.lessons import prefill_pipeline as lab
 from hpcattn.lessons import prefill_pipeline_figures as pictures
 from hpcattn.lessons.prefill_pipeline import Fit
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NOTEBOOK = "07a_prefill_pipeline.ipynb"
 LOAD = 1000.0  # clocks
-
-
-def defined_in(notebook: str, name: str):
-    """The function that a cell of a notebook defines."""
-    cells = nbformat.read(NOTEBOOKS / notebook, as_version=4).cells
-    (source,) = (c.source for c in cells if c.cell_type == "code" and f"def {name}(" in c.source)
-    names = {}
-    exec(source.partition("\n\n\nexercise(")[0], names)
-    return names[name]
 
 
 # --- The exercise -----------------------------------------------------------------------------------------------------
@@ -240,7 +228,6 @@ def test_the_order_is_the_kernel_s():
 
 TINY = {"shapes": ((40, 300),), "configs": ("lazy", "turns_k3"), "batch": ((20, 30), (40, 260)), "heads": (1, 1)}
 TINY |= {"replays": 1, "warmup": 0}
-TIMING = {"median_us": 2.0, "p10_us": 1.0, "p90_us": 3.0, "floor_us": 0.5, "sm_clock_mhz": 1980.0}
 
 
 class FakeTimer:
@@ -302,20 +289,7 @@ def test_orders_of_arrival_and_of_length(monkeypatch):
 
 def test_everything_is_timed_in_turns(monkeypatch):
     """The real shapes, without computing anything."""
-    seen = []
-
-    def fake(protocol, calls, timer, **options):
-        seen.append((protocol, {name: len(sequence) for name, sequence in calls.items()}))
-        return {name: SimpleNamespace(**TIMING) for name in calls}
-
-    one = torch.ones(1)
-    monkeypatch.setattr(lab, "measure", fake)
-    monkeypatch.setattr(lab, "prefill_call", lambda x, config: lambda: one)
-    monkeypatch.setattr(lab, "ordered_call", lambda x, how: lambda: one)
-    monkeypatch.setattr(lab, "relative_error", lambda got, want: 0.001)
-    monkeypatch.setattr(lab.Inputs, "reference", lambda self: (one, one))
-    monkeypatch.setattr(lab.Workload, "build", lambda self, *_, **__: lab.Inputs(self, *[None] * 7))
-    monkeypatch.setattr(lab, "copies_to_exceed_l2", lambda *_: 3)
+    seen = compute_nothing(monkeypatch, lab, 0.001, "prefill_call", "ordered_call")
     frame = lab.measure_all("cpu", commit="abc")
     assert [len(calls) for _, calls in seen] == [len(lab.CONFIGS)] * len(lab.SHAPES) + [len(lab.ORDERS)]
     assert all(protocol == "steady" and set(calls.values()) == {3} for protocol, calls in seen)

@@ -1,12 +1,11 @@
 """Lesson 07b: its models, its checker, the transposes in the emulator, what it says about SASS, and its records."""
 
 import re
-from pathlib import Path
 
-import nbformat
 import numpy as np
 import pytest
 import torch
+from lesson_cases import defined_in
 
 from hpcattn.bench import records, timing
 from hpcattn.bench.peers import FlashAttention3, HpcOps
@@ -18,28 +17,18 @@ from hpcattn.lessons import fp8_prefill_model as model
 from hpcattn.quantization import FP8
 from hpcattn.reference import PModel, attention_prefill_reference, relative_error
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
-
-
-def token_at_in(notebook: str):
-    """The function `token_at` as the notebook defines it."""
-    cells = nbformat.read(NOTEBOOKS / notebook, as_version=4).cells
-    (source,) = (c.source for c in cells if c.cell_type == "code" and "def token_at(" in c.source)
-    names = {}
-    exec(source.partition("\n\n\nexercise(")[0], names)
-    return names["token_at"]
 
 
 # --- The exercise -----------------------------------------------------------------------------------------------------
 
 
 def test_the_stub_is_not_attempted():
-    assert exercise(lab.check_token_at, token_at_in("07b_fp8_prefill.ipynb")).status == "not attempted"
+    assert exercise(lab.check_token_at, defined_in("07b_fp8_prefill.ipynb", "token_at")).status == "not attempted"
 
 
 def test_the_solution_passes():
-    token_at = token_at_in("solutions/07b_fp8_prefill.ipynb")
+    token_at = defined_in("solutions/07b_fp8_prefill.ipynb", "token_at")
     assert exercise(lab.check_token_at, token_at).passed
     assert [token_at(k) for k in range(32)] == ORDER + [16 + t for t in ORDER]
 

@@ -1,32 +1,24 @@
 """Lesson 07c: lists are the kernel's, the model adds up, wrong compactions are caught, measurements are checked."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import nbformat
 import numpy as np
 import pytest
 import torch
+from lesson_cases import NOTEBOOKS, compute_nothing, defined_in
 from matplotlib.figure import Figure
 
 from hpcattn.bench import figures, records, timing
+from hpcattn.bench.suites import BOUNDS
 from hpcattn.lessons import block_sparsity as lab
 from hpcattn.lessons import block_sparsity_figures as pictures
 from hpcattn.lessons import exercise
 from hpcattn.lessons.block_sparsity import DROPS, LANES, LANES_BELOW, SHAPES, Fit, Warp
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NOTEBOOK = "07c_block_sparsity.ipynb"
 LONG, SHORT = SHAPES
 
 
-def defined_in(notebook: str, name: str):
-    """The function that a cell of a notebook defines."""
-    cells = nbformat.read(NOTEBOOKS / notebook, as_version=4).cells
-    (source,) = (c.source for c in cells if c.cell_type == "code" and f"def {name}(" in c.source)
-    names = {"np": np, "Warp": Warp, "LANES_BELOW": LANES_BELOW}
-    exec(source.partition("\n\n\nexercise(")[0], names)
-    return names[name]
+NAMES = {"np": np, "Warp": Warp, "LANES_BELOW": LANES_BELOW}  # of the cells before the exercise
 
 
 # --- The exercise -----------------------------------------------------------------------------------------------------
@@ -94,11 +86,11 @@ WRONG = [
 
 
 def test_the_stub_is_not_attempted():
-    assert exercise(lab.check_compact, defined_in(NOTEBOOK, "compact")).status == "not attempted"
+    assert exercise(lab.check_compact, defined_in(NOTEBOOK, "compact", **NAMES)).status == "not attempted"
 
 
 def test_the_solution_passes():
-    assert exercise(lab.check_compact, defined_in(f"solutions/{NOTEBOOK}", "compact")).passed
+    assert exercise(lab.check_compact, defined_in(f"solutions/{NOTEBOOK}", "compact", **NAMES)).passed
     assert exercise(lab.check_compact, right).passed
 
 
@@ -214,7 +206,7 @@ def test_record_checks_times_and_appends(tmp_path, monkeypatch):
     found, frame = lab.recorded(path), records.load(path)
     assert list(found) == ["type1_64x300_drop0", "type1_64x300_drop50", "type1_64x300_ones"]
     assert set(frame.commit) == {"abc"} and set(frame.quant) == {"type1"} and set(frame.suite) == {"prefill"}
-    assert (frame.median_us > 0).all() and (frame.rel_error > 0).all() and (frame.rel_error < lab.BOUNDS["fp8"]).all()
+    assert (frame.median_us > 0).all() and (frame.rel_error > 0).all() and (frame.rel_error < BOUNDS["fp8"]).all()
     flops = {name: row.tflop_per_s * row.median_us for name, row in found.items()}
     assert flops["type1_64x300_ones"] == pytest.approx(flops["type1_64x300_drop0"], rel=1e-6)
     assert flops["type1_64x300_drop50"] < flops["type1_64x300_drop0"]
@@ -223,27 +215,12 @@ def test_record_checks_times_and_appends(tmp_path, monkeypatch):
 
 def test_every_mask_of_a_shape_takes_turns(monkeypatch):
     """The real shapes, without computing anything."""
-    seen = []
-
-    def fake(protocol, calls, timer, **options):
-        seen.append((protocol, {name: len(sequence) for name, sequence in calls.items()}))
-        return {name: SimpleNamespace(**TIMING) for name in calls}
-
-    one = torch.ones(1)
-    monkeypatch.setattr(lab, "measure", fake)
-    monkeypatch.setattr(lab, "prefill_call", lambda x, mask: lambda: one)
-    monkeypatch.setattr(lab, "relative_error", lambda got, want: 0.01)
-    monkeypatch.setattr(lab.Inputs, "reference", lambda self: (one, one))
-    monkeypatch.setattr(lab.Workload, "build", lambda self, *_, **__: lab.Inputs(self, *[None] * 7))
-    monkeypatch.setattr(lab, "copies_to_exceed_l2", lambda *_: 3)
+    seen = compute_nothing(monkeypatch, lab, 0.01, "prefill_call")
     frame = lab.measure_all("cpu", commit="abc")
     assert len(frame) == len(seen) * 6 == 24 and {protocol for protocol, _ in seen} == {"steady"}
     assert all(set(calls.values()) == {3} for _, calls in seen)
     times = lab.times_of(lab.by_case(frame), "type0")
     assert set(times) == {(s, d) for s in SHAPES for d in DROPS} and set(times.values()) == {2.0}
-
-
-TIMING = {"median_us": 2.0, "p10_us": 1.0, "p90_us": 3.0, "floor_us": 0.5, "sm_clock_mhz": 1980.0}
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
